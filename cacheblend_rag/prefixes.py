@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -14,24 +14,16 @@ from weakref import WeakSet
 import numpy as np
 
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.prompt import AssembledPrompt
+from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.store import KVReader, NodeRecord
 
-__all__ = [
-    "HeldPrompt",
-    "KnownChunks",
-    "PrefixCache",
-    "ReusedPrefix",
-    "RowsReader",
-    "cut_layers",
-    "drop_oldest",
-    "storage_bytes",
-]
+__all__ = ["HeldPrompt", "KnownChunks", "PrefixCache", "cut_layers", "RowsReader", "drop_oldest", "storage_bytes"]
 
 _LEAST_ROWS = 8
 """A shorter beginning is simply computed: that costs less than taking it over."""
 _MOST_PROMPTS = 256
+
+_Place = tuple[int, int, str, int]
 
 
 class KnownChunks(Protocol):
@@ -40,70 +32,30 @@ class KnownChunks(Protocol):
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A chunk whose stored KV stands in a prompt: its half-open rows, and which of its tokens they begin with."""
-
-    start: int
-    stop: int
-    key: str
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A chunk that a prompt was made with, stored or computed, and its first row."""
-
-    row: int
-    id: str | None
-    named: bool
-    key: str
-
-
 @dataclass(frozen=True, eq=False)
 class HeldPrompt:
     """A prompt and its answer whose KV is at hand, without the last token, which the model has not read."""
 
     token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
-    # The chunks that were not computed, ascending.
-    stored: tuple[_Stored, ...]
-    seen: tuple[_Seen, ...]
+    # The rows of chunks that were not computed, ascending; see `_stored`.
+    stored: tuple[_Place, ...]
+    # All chunks.
+    seen: tuple[PromptChunk, ...]
     # The KV itself, in the form of who keeps it.
     kv: Any
     nbytes: int
 
-    def shared_rows(
-        self,
-        token_ids: np.ndarray[tuple[int], np.dtype[np.int64]],
-        stored: tuple[_Stored, ...],
-    ) -> int:
+    def shared_rows(self, token_ids: np.ndarray[tuple[int], np.dtype[np.int64]], stored: tuple[_Place, ...]) -> int:
         """Return how many first rows are those of a prompt with these tokens and stored chunks."""
         rows = min(len(self.token_ids), len(token_ids))
         differs = self.token_ids[:rows] != token_ids[:rows]
         rows = int(differs.argmax()) if differs.any() else rows
         for mine, other in zip_longest(self.stored, stored):
             if mine != other:
-                rows = min([rows, *(each.start for each in (mine, other) if each is not None)])
+                rows = min([rows, *(each[0] for each in (mine, other) if each is not None)])
                 break
         # A chunk that is held in part comes from the store whole.
-        return min([rows, *(each.start for each in stored if each.start < rows < each.stop)])
-
-
-@dataclass(frozen=True, eq=False)
-class ReusedPrefix:
-    """The first rows of a prompt that are neither computed nor of a chunk: of its fixed head, or of an earlier prompt."""
-
-    # As the prompt is computed: these rows resumed, and the chunks after them.
-    layout: PromptLayout
-    # How many of the rows are those of the fixed head: all or none.
-    head: int
-    # Of the rows, by the row that they begin at.
-    readers: dict[int, KVReader] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens are those of an earlier prompt."""
-        return self.layout.resumed_rows - self.head
+        return min([rows, *(start for start, stop, *_ in stored if start < rows < stop)])
 
 
 class PrefixCache:
@@ -181,10 +133,9 @@ class PrefixCache:
         if most < rows:
             kv, nbytes, rows = self._cut_kv(kv, most), nbytes * most // rows, most
         chunks = [chunk for chunk in (*prompt.chunks, *prompt.computed) if chunk.start < rows]
-        seen = [_Seen(chunk.start, chunk.id, chunk.named, chunk.key) for chunk in chunks]
         token_ids = np.array((*prompt.layout.token_ids, *output_ids)[:rows], np.int64)
-        stored = tuple(chunk for chunk in _stored(prompt, ratio) if chunk.start < rows)
-        held = HeldPrompt(token_ids, stored, tuple(seen), kv, nbytes)
+        stored = tuple(each for each in _stored(prompt, ratio) if each[0] < rows)
+        held = HeldPrompt(token_ids, stored, tuple(chunks), kv, nbytes)
         with self._lock:
             if self._closed:
                 return False
@@ -223,14 +174,14 @@ class PrefixCache:
 
     def _is_fresh(self, held: HeldPrompt, deleted: Collection[str] = ()) -> bool:
         """Drop a prompt's rows from the first chunk on that is gone or replaced; return whether there was none."""
-        ids = list({each.id for each in held.seen if each.id is not None})
+        ids = list({chunk.id for chunk in held.seen if chunk.id is not None})
         # What cannot be read may be gone.
         known = (self._store.lookup(self._namespace, ids) if ids else None) or ()
         keys: dict[str | None, tuple[str, ...]] = {each.id: each.keys for each in known if each is not None}
         stale = [
-            each.row
-            for each in held.seen
-            if each.id in deleted or (each.key not in keys[each.id] if each.id in keys else each.named)
+            chunk.start
+            for chunk in held.seen
+            if chunk.id in deleted or (chunk.key not in keys[chunk.id] if chunk.id in keys else chunk.named)
         ]
         if stale:
             self._cut(held, min(stale))
@@ -245,14 +196,10 @@ class PrefixCache:
             rows = 0 if rows < _LEAST_ROWS else rows
             kv = self._cut_kv(held.kv, rows)
             if rows:
-                shorter = HeldPrompt(
-                    held.token_ids[:rows],
-                    tuple(each for each in held.stored if each.start < rows),
-                    tuple(each for each in held.seen if each.row < rows),
-                    kv,
-                    held.nbytes * rows // len(held.token_ids),
-                )
-                self._held[shorter] = used
+                stored = tuple(each for each in held.stored if each[0] < rows)
+                seen = tuple(each for each in held.seen if each.start < rows)
+                nbytes = held.nbytes * rows // len(held.token_ids)
+                self._held[HeldPrompt(held.token_ids[:rows], stored, seen, kv, nbytes)] = used
 
 
 def _most_rows(prompt: AssembledPrompt, ratio: float | None, rows: int) -> int:
@@ -260,10 +207,10 @@ def _most_rows(prompt: AssembledPrompt, ratio: float | None, rows: int) -> int:
     return min(rows, prompt.chunks[0].start) if ratio and prompt.chunks else rows
 
 
-def _stored(prompt: AssembledPrompt, ratio: float | None) -> tuple[_Stored, ...]:
-    """Return the chunks of a prompt whose rows are not computed."""
+def _stored(prompt: AssembledPrompt, ratio: float | None) -> tuple[_Place, ...]:
+    """Return the half-open rows of the chunks that are not computed, their keys, and the first tokens that stand there."""
     chunks = prompt.chunks if ratio is not None else ()
-    return tuple(_Stored(chunk.start, chunk.stop, chunk.key, chunk.first) for chunk in chunks)
+    return tuple((chunk.start, chunk.stop, chunk.key, chunk.first) for chunk in chunks)
 
 
 def drop_oldest(shelf: Iterable[PrefixCache]) -> bool:

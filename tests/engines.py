@@ -58,7 +58,7 @@ def busy(engine: BlendEngine) -> Iterator[Callable[[int], None]]:
     scheduler = scheduler_of(engine.model)
 
     def until(count: int) -> None:
-        while len(scheduler.line()) < count:
+        while len(scheduler.queue) < count:
             time.sleep(0.001)
 
     with scheduler:

@@ -1,4 +1,4 @@
-"""``cacheblend-rag models``: what blending does in each layer of a model; and opening an engine by the name of its model."""
+"""``cacheblend-rag models``: whether a model can be blended; and opening an engine by the name of its model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli.output import console, make_quiet, show_table
+from cacheblend_rag.cli.output import console, make_quiet
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig, EngineConfig
@@ -40,20 +40,12 @@ def models(
         typer.Argument(metavar="NAME", help='A Hugging Face id, a folder, or what people call it ("Llama 3").'),
     ],
 ) -> None:
-    """Show whether blending is exact on a model, by running it, and what it does in each layer; of a name, what was proved."""
+    """Show whether blending is exact on a model, by running it; of a name, what was proved."""
     screen = console()
     for catalog in entry_points(group="cacheblend_rag.model_names"):
         if (proved := catalog.load()(name)) is not None:
             screen.print(f"{name}: {proved}", soft_wrap=True, markup=False)
             return
     with open_engine(name) as engine:
-        reason, seen = engine.unsupported_reason, engine.capability()
-    screen.print(
-        f"{name}: {'exact' if reason is None else f'refused: {reason}'}",
-        soft_wrap=True,
-        markup=False,
-    )
-    if seen is not None:
-        lines = [(str(layer.number), layer.attention, layer.positions, layer.blending) for layer in seen.layers]
-        columns = ("layer", "attention", "positions in its KV", "blending")
-        show_table(f"{seen.model}, {seen.dtype}", columns, lines, text_columns=4)
+        reason = engine.unsupported_reason
+    screen.print(f"{name}: {'exact' if reason is None else f'refused: {reason}'}", soft_wrap=True, markup=False)

@@ -1,28 +1,22 @@
-"""Work in separate threads: chunks that are added in the background, and answers that readers wait for."""
+"""Chunks that are added in the background, by a thread of their own."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import AddResult
 
-__all__ = ["AddJob", "Feed", "Jobs", "in_thread"]
+__all__ = ["AddJob", "Jobs"]
 
 logger = logging.getLogger(__name__)
 
 _LOGGED_S = 5.0
-
-Piece = TypeVar("Piece")
-Outcome = TypeVar("Outcome")
-T = TypeVar("T")
 
 
 class AddJob:
@@ -137,70 +131,3 @@ class Jobs:
 def _warn_of(failed: list[BaseException]) -> None:
     for error in failed:
         logger.warning("chunks added in the background were not stored: %s", error)
-
-
-class Feed(Generic[Piece, Outcome]):
-    """Pieces, and an outcome after the last of them, which is a value or an error."""
-
-    def __init__(self) -> None:
-        self._outcome: Future[Outcome] = Future()
-        # Each piece comes with the future of the next one; after the last comes None.
-        self._next: Future[tuple[Piece, Future[object]] | None] = Future()
-        self._last = self._next
-
-    def start(self, work: Callable[[], Outcome], name: str) -> None:
-        """Run `work` in its own thread, which may put pieces; what it returns or raises is the outcome."""
-
-        def run() -> None:
-            try:
-                self._outcome.set_result(work())
-            except BaseException as error:  # handed to the readers
-                self._outcome.set_exception(error)
-            self._last.set_result(None)
-
-        # No daemon: an interpreter that ends while this thread computes, or only lets go of its tensors, would abort.
-        threading.Thread(target=run, name=name).start()
-
-    def put(self, piece: Piece) -> None:
-        """Hand over the next piece."""
-        following: Future[object] = Future()
-        self._last.set_result((piece, following))
-        self._last = following  # type: ignore[assignment]
-
-    def next(self) -> Piece | None:
-        """Return the next piece, waiting for it; None when there are no more."""
-        return self._open(self._next.result())
-
-    async def anext(self) -> Piece | None:
-        """Wait for the next piece on an event loop; see `next`."""
-        return self._open(await _awaited(self._next))
-
-    def outcome(self) -> Outcome:
-        """Return the outcome, waiting for it, or raise the error that it is."""
-        return self._outcome.result()
-
-    async def aoutcome(self) -> Outcome:
-        """Wait for the outcome on an event loop; see `outcome`."""
-        return await _awaited(self._outcome)
-
-    def _open(self, given: tuple[Piece, Future[object]] | None) -> Piece | None:
-        if given is None:
-            return None
-        piece, self._next = given  # type: ignore[assignment]
-        return piece
-
-
-async def _awaited(future: Future[T]) -> T:
-    # A reader that is cancelled leaves the work to the others.
-    return await asyncio.shield(asyncio.wrap_future(future))
-
-
-async def in_thread(work: Callable[..., T]) -> T:
-    """Return what `work` returns, called in its own thread with an event as `stop`, which is set if the caller is cancelled."""
-    stop = threading.Event()
-    feed: Feed[None, T] = Feed()
-    feed.start(lambda: work(stop=stop), "cacheblend-many")
-    try:
-        return await feed.aoutcome()
-    finally:
-        stop.set()

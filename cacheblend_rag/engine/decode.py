@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from numbers import Integral
 from types import MappingProxyType
@@ -31,11 +31,25 @@ from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import answering_first, past_adapters, unwrapped
+from cacheblend_rag.stops import Spelling
 
-__all__ = ["OBJECT_OPTIONS", "Answers", "Prefilled", "checked_options", "decode", "end_ids", "last_logits", "token_ids"]
+__all__ = [
+    "OBJECT_OPTIONS",
+    "ROOM_FOR_OUTPUT",
+    "Outputs",
+    "Prefilled",
+    "checked_options",
+    "decode",
+    "end_ids",
+    "last_logits",
+    "token_ids",
+]
 
 OBJECT_OPTIONS = ("stopping_criteria", "logits_processor")
 """Options that are objects, with a state of their own."""
+
+ROOM_FOR_OUTPUT = 512
+"""Tokens that a cache is given room for at once: a limit that is meant as "no limit" should not take memory."""
 
 # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
 _NEUTRAL = {
@@ -55,10 +69,8 @@ _FOREIGN = {
     "attention_mask": "a blended prompt is never padded",
     "position_ids": "positions are given in the BlendPrompt",
     "past_key_values": "the engine brings its own cache",
-    "cache_implementation": "the engine brings its own cache",
     "streamer": "use BlendEngine.stream",
     "assistant_model": "assisted decoding is not blended",
-    "prompt_lookup_num_tokens": "assisted decoding is not blended",
     "adapter_names": "an engine serves the adapter that was active when it was made; make one for each adapter",
     "alora_offsets": "an activated LoRA is not blended",
     "prefill_chunk_size": "a blended prefill is one pass",
@@ -86,18 +98,17 @@ def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options:
     for name, why in _FOREIGN.items():
         if options.get(name) is not None:
             raise ConfigError(f"generation option {name} cannot be used here: {why}")
-    for name in ("num_beams", "num_return_sequences"):
-        if (options.get(name) or 1) != 1:
+    for name, neutral in _NEUTRAL.items():
+        if options.get(name) not in (None, neutral):
             raise ConfigError(
-                f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1"
+                f"{name}={options[name]!r:.40} is not supported: a prompt is decoded as one sequence, over the engine's own "
+                "cache; leave it out"
             )
     for name in OBJECT_OPTIONS:
         if not isinstance(options.get(name), list | tuple | None):
             raise ConfigError(
                 f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
             )
-    if options.get("use_cache") is False:
-        raise ConfigError("use_cache=False contradicts blending; leave it out")
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -148,31 +159,31 @@ def last_logits(
     return logits[0, -count:].clone()
 
 
-def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, answers: Answers) -> None:
+def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, outputs: Outputs) -> None:
     """Decode the answers to prompts that were read."""
     # What ends a row by its text is watched here.
     taken = (*OBJECT_OPTIONS, "stop_strings")
-    options = _NEUTRAL | {name: value for name, value in answers.requests[0].options.items() if name not in taken}
+    options = _NEUTRAL | {name: value for name, value in outputs.requests[0].options.items() if name not in taken}
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inputs, cache = dict(prompts.inputs), prompts.cache
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     injecting = nullcontext() if prompts.logits is None else answering_first(model, cache, prompts.logits)
-    brought = any(each.options.get("logits_processor") for each in answers.requests)
+    brought = any(each.options.get("logits_processor") for each in outputs.requests)
     with torch.no_grad(), injecting:
         output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
             **inputs,
             **({} if cache is None else {"past_key_values": cache}),
-            max_new_tokens=max(answers.limits),
-            stopping_criteria=StoppingCriteriaList([answers]),
-            logits_processor=LogitsProcessorList([answers.process] if brought else []),
+            max_new_tokens=max(outputs.limits),
+            stopping_criteria=StoppingCriteriaList([outputs]),
+            logits_processor=LogitsProcessorList([outputs.process] if brought else []),
             **options,
         )
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    answers.finish(sequences[:, inputs["input_ids"].shape[1] :].tolist())
+    outputs.finish(sequences[:, inputs["input_ids"].shape[1] :].tolist())
 
 
-class Answers(StoppingCriteria):
+class Outputs(StoppingCriteria):
     """The answers to prompts that are decoded together: notes and shows their tokens, and ends each row for itself.
 
     `requests` differ in `limits`, the most tokens of each answer, and in options that are objects only. `ends` are the tokens
@@ -188,6 +199,8 @@ class Answers(StoppingCriteria):
         self._times: list[float] = []
         self._counts: list[int | None] = [None] * len(requests)
         self._ids: list[tuple[int, ...]] = [()] * len(requests)
+        spell = partial(lexer_of(tokenizer).text, skip_special_tokens=True)
+        self._spellings = [None if each.show is None else Spelling(spell) for each in requests]
         width = max(len(each.prompt.layout) for each in requests)
         self._starts = [width - len(each.prompt.layout) for each in requests]
         strings = requests[0].options.get("stop_strings")
@@ -219,8 +232,7 @@ class Answers(StoppingCriteria):
 
     def _is_done(self, row: int, token: int, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
         request, own = self.requests[row], input_ids[row : row + 1, self._starts[row] :]
-        if request.streamer is not None:
-            request.streamer.put(token)
+        self._show(row, token)
         # A list, since each may have to see every token.
         asked = [bool(each(own, scores, **kwargs)) for each in self._criteria[row]]
         # The interpreter waits for a stream's thread when it ends, and its answer is not read then.
@@ -229,9 +241,16 @@ class Answers(StoppingCriteria):
 
     def _end(self, row: int) -> None:
         self._counts[row] = len(self._times)
-        streamer = self.requests[row].streamer
-        if streamer is not None:
-            streamer.end()
+        self._show(row, None)
+
+    def _show(self, row: int, token: int | None) -> None:
+        """Show what is certain of a row's text with its next token, or at its end what is left."""
+        spelling, request = self._spellings[row], self.requests[row]
+        if spelling is None or request.show is None:
+            return
+        if text := spelling.rest() if token is None else spelling.add(token):
+            request.state.has_shown = True
+            request.show(text)
 
     def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, ``(rows, vocab)``, as each row's own processors change them."""

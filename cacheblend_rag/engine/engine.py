@@ -1,60 +1,46 @@
-"""The engine: a model is inspected, its KV gets an identity, a store is opened, and all of it is put together."""
+"""The engine: chunks in a store, and a model that answers prompts made of them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import uuid
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
+from cacheblend_rag.chunk import BlendPrompt, id_list
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.encode import Encoder
-from cacheblend_rag.engine.answers import AnsweringLibrary
 from cacheblend_rag.engine.attachment import Attachment
-from cacheblend_rag.engine.decode import end_ids
-from cacheblend_rag.engine.many import Many
-from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError, UnsupportedModelError
-from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.fuse.selfcheck import check_blending
-from cacheblend_rag.model import (
-    Capability,
-    Decoder,
-    ModelCard,
-    WeightsWatch,
-    capability,
-    inspect_model,
-    model_fingerprint,
-    model_window,
-    num_decoder_layers,
-    state_layers,
-    unwrapped,
-)
-from cacheblend_rag.model.checkpoint import gguf_files, load_pretrained
-from cacheblend_rag.prefixes import PrefixCache, cut_layers
+from cacheblend_rag.engine.backend import Backend, engine_class
+from cacheblend_rag.engine.batch import options_of_each
+from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, in_thread
+from cacheblend_rag.engine.huggingface import TransformersBackend
+from cacheblend_rag.engine.library import ChunkLibrary
+from cacheblend_rag.engine.opening import open_engine_store
+from cacheblend_rag.engine.request import Request, RequestState, make_report
+from cacheblend_rag.engine.scheduler import deadline_of
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.model import Decoder, ModelCard
+from cacheblend_rag.model.checkpoint import load_pretrained
+from cacheblend_rag.prefixes import PrefixCache
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
-from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store import KVStore
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["BlendEngine", "engine_identity", "look_at_model", "open_engine_store"]
+__all__ = ["BlendEngine"]
 
 logger = logging.getLogger(__name__)
-# Of each model, what all engines over it keep of earlier prompts.
-_shelves: WeakKeyDictionary[PreTrainedModel, WeakSet[PrefixCache]] = WeakKeyDictionary()
 _Attached = TypeVar("_Attached", bound=Attachment)
 
 
-class BlendEngine(AnsweringLibrary):
+class BlendEngine(ChunkLibrary):
     """Answers prompts made of stored chunks with an open-weight model in this process.
 
     Any number of threads may call it, and any number of engines may share a model, which one computation at a time has.
@@ -63,10 +49,10 @@ class BlendEngine(AnsweringLibrary):
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A Hugging Face causal language model. With the extra `hybrid`, one with recurrent layers makes it a `HybridEngine`.
+    model : PreTrainedModel or Backend
+        A Hugging Face causal language model; or what another package's engine puts in its place.
     tokenizer : Any
-        Its tokenizer.
+        Its tokenizer; a backend brings its own.
     config : EngineConfig, optional
         The engine's settings; by default those of the environment.
     blend : BlendConfig, optional
@@ -76,7 +62,7 @@ class BlendEngine(AnsweringLibrary):
     tenant : str, optional
         Who owns the KV; a shorthand for the setting of that name, over which it takes precedence.
     tuning : optional
-        Constants that tests and benchmarks change; not for other use.
+        Constants that tests and benchmarks change.
 
     Attributes
     ----------
@@ -94,21 +80,16 @@ class BlendEngine(AnsweringLibrary):
     UnsupportedModelError
         If the model cannot be blended and ``config.strict`` is set.
     StoreFormatError, StoreReadOnlyError
-        If the folder is no store, is one of another version, or none can be made there. A store that cannot be opened for another
-        reason (damage, a full disk, a lock) is replaced by this process's RAM, which a warning says.
+        If the folder is no store, is one of another version, or none can be made there. Where a store cannot be opened for
+        another reason (damage, a full disk, a lock), a warning says so, and RAM takes its place.
     """
 
-    def __new__(cls, model: PreTrainedModel, *given: Any, **options: Any) -> BlendEngine:
-        # Where layers keep a state, another distribution's engine can do more than refuse.
-        if cls is BlendEngine and state_layers(model):
-            for hybrid in entry_points(group="cacheblend_rag.engines", name="hybrid"):
-                cls = hybrid.load()
-        return super().__new__(cls)
+    _kind = TransformersBackend
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: Any,
+        model: PreTrainedModel | Backend,
+        tokenizer: Any = None,
         *,
         config: EngineConfig | None = None,
         blend: BlendConfig | None = None,
@@ -117,45 +98,43 @@ class BlendEngine(AnsweringLibrary):
         tuning: Tuning | None = None,
     ) -> None:
         config = EngineConfig.of(config)
-        config = self.config = config if tenant is None else config.replace(tenant=tenant)
-        self.blend = BlendConfig.of(blend)
+        config = config if tenant is None else config.replace(tenant=tenant)
         self.tuning = tuning or Tuning()
-        self.model = model.eval()
-        self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
-        self.window = model_window(model)
-        self.decoder, self.unsupported_reason = self._look_at_model()
+        if isinstance(model, Backend):
+            backend = model
+        else:
+            backend = self._kind(model, tokenizer, self.tuning, strict=config.strict)
+        self.backend, self.model, self.model_name = backend, backend.model, backend.name
+        self.decoder = backend.form if isinstance(backend.form, Decoder) else None
+        self.unsupported_reason = backend.reason
+        self.blend = BlendConfig.of(blend)
         self.check_blend(self.blend)
-        self._store = open_engine_store(store, self.config, self.tuning, self.decoder)
-        self._owns_store = self._store is not store
+        opened = open_engine_store(store, config, self.tuning, self.decoder)
+        self._owns_store = opened is not store
         with ExitStack() as undo:
             if self._owns_store:
                 # It could not be closed any more if the rest fails.
-                undo.callback(self._store.close)
-            self._weights = WeightsWatch(self.model)
-            embedding: Any = unwrapped(model).get_input_embeddings()
-            self._identity = engine_identity(model, tokenizer, private=self._store.is_private)
+                undo.callback(opened.close)
+            self._identity = backend.identity(private=opened.is_private)
             super().__init__(
-                tokenizer,
+                backend.tokenizer,
                 self._identity,
-                self.decoder,
-                self.window,
-                self._store,
+                backend.form,
+                backend.window,
+                opened,
                 config,
                 self.tuning,
-                self._encoder,
-                num_decoder_layers(model) if self.decoder is None else self.decoder.num_kv_layers,
-                scheduler_of(model),
-                embedding.weight.shape[0],
+                backend.encoder,
+                backend.num_kv_layers,
+                backend.scheduler,
+                backend.num_embeddings,
             )
-            shelf = _shelves.setdefault(unwrapped(model), WeakSet())
-            self._prefixes = PrefixCache(self._answering, self.namespace, config.prefix_bytes, shelf, cut_layers)
-            self._runner = self._make_runner()
-            self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             undo.pop_all()
-
-    def _make_runner(self) -> Runner:
-        """Return what prefills prompts."""
-        return Runner(self.model, self.decoder, self.unsupported_reason, self._supply, self.tuning, self._prefixes)
+        self._assembler.window_hint = backend.window_hint
+        backend.supply = self._supply
+        backend.prefixes = self._prefixes = PrefixCache(
+            self._answering, self.namespace, config.prefix_bytes, backend.shelf, backend.cut
+        )
 
     @classmethod
     def from_pretrained(
@@ -175,8 +154,9 @@ class BlendEngine(AnsweringLibrary):
         ----------
         model : str or Path
             A Hugging Face id, a folder, or a GGUF file.
-            With the extra `gguf`, llama.cpp answers from a GGUF file (``repo/name:file.gguf`` is one of the Hub), and what this
-            returns is a `GGUFEngine`, which takes options of llama.cpp.
+            With the extra `gguf`, llama.cpp answers from a GGUF file (``repo/name:file.gguf`` is one of the Hub), and what
+            this returns is a `GGUFEngine`, which takes options of llama.cpp; with the extra `hybrid`, a model with recurrent
+            layers gets a `HybridEngine`.
         config : EngineConfig, optional
             The settings; `dtype` and `device` say how the model is loaded.
         blend, store, tenant, tuning
@@ -194,52 +174,47 @@ class BlendEngine(AnsweringLibrary):
         # Known before a large model is loaded for nothing.
         make_selector(blend.selector)
         given: dict[str, Any] = {"config": config, "blend": blend, "store": store, "tenant": tenant, "tuning": tuning}
-        for engine_of_files in entry_points(group="cacheblend_rag.engines", name="gguf") if gguf_files(model) else ():
-            with needs_extra("gguf", "a model in a GGUF file"):
-                opened = engine_of_files.load()
-            return cast(BlendEngine, opened.from_pretrained(model, **given, **model_kwargs))
-        engine = cls(*load_pretrained(model, config, model_kwargs), **given)
+        if (kind := engine_class(model)) is not None:
+            opened: BlendEngine = kind.from_pretrained(model, **given, **model_kwargs)
+            return opened
+        loaded, tokenizer = load_pretrained(model, config, model_kwargs)
+        engine: BlendEngine = (engine_class(loaded) or cls)(loaded, tokenizer, **given)
         engine.model_name = str(model)
         return engine
 
     def for_tenant(self, tenant: str) -> BlendEngine:
-        """Return an engine of another tenant over this one's model, store and settings; close it before this one.
-
-        What is attached to this one is attached to it too, as far as attachments say what that is.
-        """
-        engine = type(self)(
-            self.model,
-            self.tokenizer,
-            config=self.config,
-            blend=self.blend,
-            store=self._store,
-            tenant=tenant,
-            tuning=self.tuning,
-        )
+        """Return an engine of another tenant over this one's model, store, settings and attachments; close it before this one."""
+        own: dict[str, Any] = {"config": self.config, "blend": self.blend, "store": self._store, "tuning": self.tuning}
+        engine = type(self)(self.model, self.tokenizer, tenant=tenant, **own)
         engine.model_name = self.model_name
         for each in self.attachments:
             if (other := each.for_tenant()) is not None:
                 engine.attach(other)
         return engine
 
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """What is attached."""
+        return tuple(self.backend.attachments)
+
     def attach(self, attachment: _Attached) -> _Attached:
         """Attach something optional, of `cacheblend_attachments` or of yours, to all requests that come from then on; return it.
 
-        Its ``close``, or the engine's, detaches it.
-
-        Raises
-        ------
-        ConfigError
-            If it is none, was attached before, does not go with the model or what is attached, or the engine is closed.
+        Its ``close``, or the engine's, detaches it. `ConfigError` if it does not go with the model or with what is attached.
         """
         self._check_open()
         if not isinstance(attachment, Attachment):
             raise ConfigError(f"{attachment!r:.40} is not an Attachment; give one, for example SnapKV(0.25)")
+        if self.model is None:
+            raise ConfigError(
+                f"{type(attachment).__name__} needs a model in transformers, and {self.model_name} is none; leave it out, or "
+                "load the model's folder instead"
+            )
         if attachment.leave is not None:
             raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
         attachment.attached(self)
-        attachment.leave = partial(self._runner.attachments.remove, attachment)
-        self._runner.attachments.append(attachment)
+        attachment.leave = partial(self.backend.attachments.remove, attachment)
+        self.backend.attachments.append(attachment)
         return attachment
 
     def is_called(self, model: str) -> bool:
@@ -249,11 +224,168 @@ class BlendEngine(AnsweringLibrary):
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, as the model's own settings say."""
-        return end_ids(self.model)
+        return self.backend.end_ids
 
-    def capability(self) -> Capability:
-        """Return what each layer of the model is like, and what blending does there, or why it does nothing."""
-        return capability(self.model, self.decoder, self.unsupported_reason)
+    def check_blend(self, blend: BlendConfig) -> BlendConfig:
+        """Return the settings that a call uses: the engine's own, except those that it sets; `ConfigError` if they do not fit."""
+        blend = BlendConfig.of(blend).over(self.blend)
+        self.backend.check_blend(blend)
+        return blend
+
+    def prefill(
+        self, prompt: BlendPrompt, *, blend: BlendConfig | None = None, logits_to_keep: int | None = None
+    ) -> PrefillResult:
+        """Prefill a prompt, blending its chunks; return logits, token ids and report. Nothing is taken over of earlier prompts.
+
+        Parameters
+        ----------
+        prompt, blend
+            As for `generate`, which also says what is raised.
+        logits_to_keep : int, optional
+            Return the logits after each of that many last tokens, which must be text; by default those after the last one.
+        """
+        request = self.begin_request(prompt, blend, shares=False)
+        count, layout = 1 if logits_to_keep is None else logits_to_keep, request.prompt.layout
+        text = len(layout.token_ids) - max((chunk.stop for chunk in layout.chunks), default=0)
+        if not 1 <= count <= text:
+            raise PromptError(
+                f"logits_to_keep={count} must be from 1 to {text}, the tokens after the prompt's last chunk"
+            )
+        logits = self.backend.last_logits(request, count)
+        report = make_report(request, self.backend.num_layers)
+        self._observe(report)
+        return PrefillResult(logits[0] if logits_to_keep is None else logits, request.prompt.layout.token_ids, report)
+
+    def generate(
+        self,
+        prompt: BlendPrompt,
+        max_new_tokens: int | None = None,
+        *,
+        blend: BlendConfig | None = None,
+        wait_s: float | None = None,
+        **generation_kwargs: Any,
+    ) -> GenerationResult:
+        """Answer a prompt; return text, token ids and report.
+
+        Parameters
+        ----------
+        prompt : BlendPrompt
+            The prompt.
+        max_new_tokens : int, optional
+            Maximum tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
+        blend : BlendConfig, optional
+            Blending settings for this call; those it does not set are the engine's.
+        wait_s : float, optional
+            Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
+        **generation_kwargs : Any
+            Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so on.
+
+        Raises
+        ------
+        PromptError, ConfigError
+            If the prompt cannot be served, or an option cannot be combined with blending.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
+        """
+        return self._answered(self.begin_request(prompt, blend, max_new_tokens, generation_kwargs, wait_s=wait_s))
+
+    def generate_many(
+        self,
+        prompts: Sequence[BlendPrompt],
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        blend: BlendConfig | None = None,
+        wait_s: float | None = None,
+        stop: threading.Event | None = None,
+        on_failed: Callable[[int, Exception], None] | None = None,
+        **generation_kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Answer many prompts, which is faster than one after the other; return the answers in their order.
+
+        Prompts are prefilled one after the other, and their answers decoded together in padded batches. Greedy answers are those
+        of `generate`, except for rounding; sampled ones are different draws. Where settings or options do not allow a batch
+        (`Repair`, `SnapKV`, options that read a prompt's ids), answers are decoded one by one, and each report's `alone_reason`
+        says why. The times in the reports count from this call on.
+
+        Stopping criteria and logits processors see each prompt as a batch of one without padding: shallow copies of those given,
+        unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of BlendPrompt
+            The prompts. All of them are checked before the first is computed.
+        batch_size : int, optional
+            Maximum prompts that are decoded together; by default as many as memory is meant to allow.
+        stop : threading.Event, optional
+            Ends all answers at the next token once it is set.
+        on_failed : callable, optional
+            Called with the number of each prompt that cannot be answered, and why, instead of the error being raised.
+        max_new_tokens, blend, wait_s, **generation_kwargs
+            As for `generate`, which also says what is raised.
+        """
+        started = time.perf_counter()
+        options = self.backend.check_options(max_new_tokens, generation_kwargs)
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to choose it automatically")
+        if not isinstance(prompts, Iterable):
+            raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
+        stop = stop or threading.Event()
+        numbers: dict[Request, int] = {}
+        for number, (prompt, own) in enumerate(zip(prompts, options_of_each(options, len(prompts)), strict=True)):
+            try:
+                request = self.begin_request(prompt, blend, max_new_tokens, own, wait_s=wait_s, started=started)
+                numbers[replace(request, stop=stop)] = number
+            except CacheBlendError as error:
+                if on_failed is None:
+                    raise
+                on_failed(number, error)
+        results: dict[int, GenerationResult] = {}
+        for request, result in self.backend.answer(list(numbers), batch_size):
+            # When all are stopped, what has not begun is left out.
+            if isinstance(result, GenerationResult) and (result.token_ids or not stop.is_set()):
+                results[numbers[request]] = self._finish(request, result)
+            elif isinstance(result, Exception) and not stop.is_set():
+                if on_failed is None:
+                    raise result
+                on_failed(numbers[request], result)
+        return [results[number] for number in sorted(results)]
+
+    async def agenerate_many(
+        self, prompts: Sequence[BlendPrompt], max_new_tokens: int | None = None, **options: Any
+    ) -> list[GenerationResult]:
+        """Answer many prompts as `generate_many` does, in a separate thread; if cancelled, that ends at the next token."""
+        return await in_thread(partial(self.generate_many, prompts, max_new_tokens, **options))
+
+    def stream(
+        self,
+        prompt: BlendPrompt,
+        max_new_tokens: int | None = None,
+        *,
+        blend: BlendConfig | None = None,
+        wait_s: float | None = None,
+        **generation_kwargs: Any,
+    ) -> BlendStream:
+        """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once."""
+        request = self.begin_request(prompt, blend, max_new_tokens, generation_kwargs, wait_s=wait_s)
+
+        def work(show: Callable[[str], None], stop: threading.Event) -> GenerationResult:
+            return self._answered(replace(request, show=show, stop=stop))
+
+        return BlendStream(work)
+
+    def delete(self, ids: Iterable[str]) -> int:
+        ids = id_list(ids)
+        known = super().delete(ids)
+        # What has seen them goes with them.
+        self._prefixes.refresh(set(ids))
+        return known
+
+    def close(self, *, wait: bool = True) -> None:
+        for each in self.attachments:
+            each.close()
+        super().close(wait=wait)
+        self._prefixes.close()
 
     def card(self) -> ModelCard:
         """Return what a server of the same weights must know to take KV from this engine's store.
@@ -261,76 +393,56 @@ class BlendEngine(AnsweringLibrary):
         `UnsupportedModelError` if the model's KV cannot be moved.
         """
         if self.decoder is None or not self.decoder.is_movable:
-            raise UnsupportedModelError(
-                self.unsupported_reason or f"KV of {type(self.model).__name__} cannot be moved to another position"
-            )
-        with self._runner.scheduler:
+            raise UnsupportedModelError(self.unsupported_reason or f"KV of {self.model_name} cannot be moved")
+        with self.backend.scheduler:
             return ModelCard.of(self.decoder, self._identity, self.window)
 
-    def _look_at_model(self) -> tuple[Decoder | None, str | None]:
-        return look_at_model(self.model, strict=self.config.strict, self_check=self.tuning.self_check)
+    def begin_request(
+        self,
+        prompt: BlendPrompt,
+        blend: BlendConfig | None = None,
+        max_new_tokens: int | None = None,
+        options: dict[str, Any] | None = None,
+        *,
+        wait_s: float | None = None,
+        started: float | None = None,
+        shares: bool = True,
+    ) -> Request:
+        """Return the request for a prompt, checked, in tokens and under the settings in force, but not computed."""
+        self._check_open()
+        began = time.perf_counter()
+        started = began if started is None else started
+        options, deadline = self.backend.check_options(max_new_tokens, options or {}), deadline_of(wait_s)
+        self._check_model()
+        blend = self.blend if blend is None or blend is self.blend else self.check_blend(blend)
+        assembled = self._assembler.assemble(prompt)
+        if blend.enabled:
+            self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
+        # While the others of a batch were put into tokens, it waited.
+        state = RequestState(queue_s=began - started)
+        return Request(prompt, assembled, blend, started, deadline, shares, max_new_tokens, options, state=state)
 
-    def _encoder(self, preamble: tuple[int, ...]) -> Encoder | None:
-        return None if self.decoder is None else Encoder(self.decoder, preamble, self.tuning.encode_batch_tokens)
+    def _answered(self, request: Request) -> GenerationResult:
+        """Have a prompt answered, with others that wait; return the answer or raise why there is none."""
+        [(_, result)] = self.backend.answer([request])
+        if isinstance(result, Exception):
+            raise result
+        return self._finish(request, result)
+
+    def _finish(self, request: Request, result: GenerationResult) -> GenerationResult:
+        self._observe(result.report)
+        # An answer that was cut short would differ for that reason alone.
+        if not request.stop.is_set():
+            for each in self.attachments:
+                each.answered(request, result)
+        return result
+
+    def _observe(self, report: BlendReport) -> None:
+        """Count and log what was answered."""
+        self.metrics.observe(report)
+        if logger.isEnabledFor(logging.INFO):
+            # Formatters that write fields, as JSON for example, find the figures under "blend".
+            logger.info("%s", report, extra={"blend": report.to_dict()})
 
     def _check_model(self) -> None:
-        self._weights.check()
-
-
-def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> tuple[Decoder | None, str | None]:
-    """Return the model as blending sees it, or None and why it cannot be blended; `strict` raises that."""
-    try:
-        # Another engine may be at work on it.
-        with scheduler_of(model):
-            decoder = inspect_model(model)
-            if self_check:
-                check_blending(decoder)
-    except UnsupportedModelError as error:
-        if strict:
-            raise
-        logger.warning("%s; its prompts are prefilled in full", error)
-        return None, str(error)
-    return decoder, None
-
-
-def engine_identity(model: PreTrainedModel, tokenizer: Any, *, private: bool) -> str:
-    """Return a digest of a model's weights and a tokenizer's vocabulary and rules: 32 hexadecimal digits."""
-    if private:
-        # In a store that this engine alone sees, a random one does as well, and no weights need be read.
-        return uuid.uuid4().hex
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.blake2b(f"{model_fingerprint(model)}|{rules}".encode(), digest_size=16).hexdigest()
-
-
-def open_engine_store(
-    store: KVStore | str | Path | None, config: EngineConfig, tuning: Tuning, decoder: Decoder | None
-) -> KVStore:
-    """Open a store with tiers of the sizes and codecs that the settings name; one that is open already is returned."""
-    if isinstance(store, KVStore):
-        return store
-    if not isinstance(store, str | Path | None):
-        raise ConfigError(
-            f"store is a {type(store).__name__}; give a folder, or what open_store returned, which several engines may share"
-        )
-    devices = [torch.device("cpu")] if decoder is None else decoder.devices
-    by_default = any(device.type == "cuda" for device in devices)
-    settings: dict[str, Any] = {
-        "page_locked": by_default if tuning.page_locked is None else tuning.page_locked,
-        "ram_bytes": config.ram_bytes,
-        "disk_bytes": config.disk_bytes,
-        "ram_codec": config.ram_codec,
-        "disk_codec": config.disk_codec,
-        "remote": None if config.remote is None else config.remote.get_secret_value(),
-        "names": config.names_url,
-    }
-    try:
-        return open_store(store, **settings)
-    except StoreError as error:
-        # Another folder was meant; or it is RAM that fails.
-        if store is None or isinstance(error, StoreFormatError | StoreReadOnlyError):
-            raise
-        logger.warning(
-            "the store cannot be opened, so KV is kept in the memory of this process and is lost with it: %s", error
-        )
-        return open_store(None, **settings)
+        self.backend.check_model()

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import StoppingCriteria
 
-from cacheblend_rag.engine.background import Feed
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import Spelling, StopCutter
 from cacheblend_rag.thoughts import Thinking
 
-__all__ = ["BlendStream", "GenerationResult", "PieceStreamer", "PrefillResult", "StopStrings"]
+__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "StopStrings", "in_thread"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,30 +112,31 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
     """
 
     def __init__(self, run: Callable[[Callable[[str], None], threading.Event], GenerationResult]) -> None:
-        stop = threading.Event()
+        self._stop = threading.Event()
+        # Of each piece comes the future of the next one, too; after the last comes None.
+        self._next: Future[Any] = Future()
+        weakref.finalize(self, self._stop.set)
         # The thread must not hold this object, or an abandoned stream would never be collected.
-        feed: Feed[str, GenerationResult] = Feed()
-        self._stop = stop
-        self._feed = feed
-        weakref.finalize(self, stop.set)
-        feed.start(lambda: run(feed.put, stop), "cacheblend-stream")
+        self._answer = _start(partial(_produce, run, self._next, self._stop), "cacheblend-stream")
 
     def __next__(self) -> str:
-        piece = self._feed.next()
-        if piece is None:
+        given = self._next.result()
+        if given is None:
             # One that was closed just ends; what became of it, `result` says.
             if not self._stop.is_set():
-                self._feed.outcome()
+                self._answer.result()
             raise StopIteration
-        return piece
+        piece, self._next = given
+        return str(piece)
 
     async def __anext__(self) -> str:
-        piece = await self._feed.anext()
-        if piece is None:
+        given = await _awaited(self._next)
+        if given is None:
             if not self._stop.is_set():
-                await self._feed.aoutcome()
+                await _awaited(self._answer)
             raise StopAsyncIteration
-        return piece
+        piece, self._next = given
+        return str(piece)
 
     def close(self) -> None:
         """End the generation at the next token; what was generated until then can still be read.
@@ -149,30 +153,54 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
         CacheBlendError
             If the generation failed.
         """
-        return self._feed.outcome()
+        return self._answer.result()
 
     async def aresult(self) -> GenerationResult:
         """Return the whole answer on an event loop, none of whose threads waits; see `result`."""
-        return await self._feed.aoutcome()
+        return await _awaited(self._answer)
 
 
-class PieceStreamer:
-    """Calls `show` with the text of tokens, piece by piece, as they come."""
+def _produce(
+    run: Callable[[Callable[[str], None], threading.Event], GenerationResult], last: Future[Any], stop: threading.Event
+) -> GenerationResult:
+    """Generate, and hand each piece to who waits for it."""
 
-    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
-        self.has_shown = False
-        self._show = show
-        self._spelling = Spelling(lambda ids: lexer_of(tokenizer).text(ids, skip_special_tokens=True))
+    def show(piece: str) -> None:
+        nonlocal last
+        following: Future[Any] = Future()
+        last.set_result((piece, following))
+        last = following
 
-    def put(self, token: int) -> None:
-        """Show what is certain of the text with the next token."""
-        self._hand_over(self._spelling.add(token))
+    try:
+        return run(show, stop)
+    finally:
+        last.set_result(None)
 
-    def end(self) -> None:
-        """Show what is left of the text."""
-        self._hand_over(self._spelling.rest())
 
-    def _hand_over(self, text: str) -> None:
-        if text:
-            self.has_shown = True
-            self._show(text)
+def _start(work: Callable[[], T], name: str) -> Future[T]:
+    """Call `work` in a thread of its own; return the future of what it returns or raises."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # handed to the readers
+            done.set_exception(error)
+
+    # No daemon: an interpreter that ends while this thread computes, or only lets go of its tensors, would abort.
+    threading.Thread(target=run, name=name).start()
+    return done
+
+
+async def _awaited(future: Future[T]) -> T:
+    # A reader that is cancelled leaves the work to the others.
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
+async def in_thread(work: Callable[..., T]) -> T:
+    """Return what `work` returns, called in its own thread with an event as `stop`, which is set if the caller is cancelled."""
+    stop = threading.Event()
+    try:
+        return await _awaited(_start(partial(work, stop=stop), "cacheblend-many"))
+    finally:
+        stop.set()

@@ -36,19 +36,15 @@ class Prefetch:
 
         What a prompt has taken over, which reads it itself, is not left to read.
         """
-        return _wait(self._reads, timeout_s)
-
-
-def _wait(reads: Iterable[Future[None]], timeout_s: float | None = None) -> bool:
-    until = None if timeout_s is None else time.monotonic() + timeout_s
-    for read in reads:
-        try:
-            read.exception(None if until is None else max(until - time.monotonic(), 0))
-        except futures.TimeoutError:
-            return False
-        except futures.CancelledError:
-            pass
-    return True
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for read in self._reads:
+            try:
+                read.exception(None if until is None else max(until - time.monotonic(), 0))
+            except futures.TimeoutError:
+                return False
+            except futures.CancelledError:
+                pass
+        return True
 
 
 class Prefetcher:
@@ -56,10 +52,9 @@ class Prefetcher:
 
     def __init__(self, store: AnsweringStore, threads: int) -> None:
         self._store = store
-        self._threads = threads
-        self._closed = False
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        # Its threads begin with the first read.
+        self._pool = ThreadPoolExecutor(threads, "cacheblend-prefetch", initializer=compute_alone)
         # Reads that are not over, by their keys.
         self._reads: dict[str, Future[None]] = {}
 
@@ -67,14 +62,12 @@ class Prefetcher:
         """Read what is under these keys, in this order; what is being read already is not read twice."""
         begun = list[Future[None]]()
         with self._lock:
-            for key in [] if self._closed else dict.fromkeys(keys):
+            for key in dict.fromkeys(keys):
                 if key not in self._reads:
-                    if self._pool is None:
-                        self._pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
                     try:
                         self._reads[key] = self._pool.submit(self._work, key)
                     except RuntimeError:
-                        # Python ends.
+                        # It was closed, or Python ends.
                         break
                 begun.append(self._reads[key])
         return Prefetch(begun)
@@ -88,14 +81,11 @@ class Prefetcher:
             for key, read in claimed.items():
                 if read.cancel():
                     del self._reads[key]
-        _wait(claimed.values())
+        Prefetch(list(claimed.values())).wait()
 
     def close(self) -> None:
         """Stop after what is being read."""
-        with self._lock:
-            self._closed = True
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     def _work(self, key: str) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +14,12 @@ import torch
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
-from cacheblend_rag.engine.scheduler import Patience
-from cacheblend_rag.fuse.plan import Plan
+from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.prefixes import ReusedPrefix
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.selection import Selection, make_selector
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
 __all__ = ["Request", "RequestState", "make_report", "why_missed"]
@@ -30,8 +29,12 @@ __all__ = ["Request", "RequestState", "make_report", "why_missed"]
 class RequestState:
     """What is done for a prompt on its way through the engine, and what it cost."""
 
-    plan: Plan | None = None
-    resumed: ReusedPrefix | None = None
+    # What chooses the rows to recompute; None of a prompt that is prefilled in full, and why, if blending was asked for.
+    selection: Selection | None = None
+    fallback_reason: str | None = None
+    # The prompt as it is computed, if that begins with rows that are taken over, and how many of them are of its fixed head.
+    layout: PromptLayout | None = None
+    head_rows: int = 0
     # Whether KV was stored when the call came, and where it is read from.
     hits: dict[str, bool] = field(default_factory=dict)
     tiers: dict[str, str | None] = field(default_factory=dict)
@@ -56,7 +59,9 @@ class RequestState:
     # Returns the share of the answer's attention that went to a chunk, where that is asked for.
     attention: Callable[[ChunkSpan], float] | None = None
     output_ids: tuple[int, ...] = ()
-    # Further fields of its `BlendReport`: what few prompts use, and what attachments have to say.
+    # Whether a piece of its answer was shown, which cannot be begun anew then.
+    has_shown: bool = False
+    # Fields of its `BlendReport` besides: what few prompts use, and what backends and attachments have to say.
     figures: dict[str, Any] = field(default_factory=dict)
     # When the layers of its stored KV were loaded and handed over.
     layers: LayerTimes | None = None
@@ -76,15 +81,16 @@ class Request:
     prompt: AssembledPrompt
     blend: BlendConfig
     started: float
-    # Shared by the prompts of one call.
-    patience: Patience = field(default_factory=Patience)
+    # Until when the model must be free for it, by `time.perf_counter`.
+    deadline: float = math.inf
     # Whether it takes over what earlier prompts begin with, and is kept for later ones.
     shares: bool = True
     max_new_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     # Ends the answer at the next token.
     stop: threading.Event = field(default_factory=threading.Event)
-    streamer: PieceStreamer | None = None
+    # Takes the text of the answer piece by piece.
+    show: Callable[[str], None] | None = None
     # When it was in tokens.
     ready: float = field(default_factory=time.perf_counter)
     state: RequestState = field(default_factory=RequestState)
@@ -95,18 +101,25 @@ class Request:
     def is_given_up(self) -> bool:
         """Whether its answer is wanted no more."""
         # The interpreter waits for a stream's thread when it ends.
-        return self.stop.is_set() or (self.streamer is not None and not threading.main_thread().is_alive())
-
-    @property
-    def has_shown(self) -> bool:
-        """Whether anything of its answer was read, which cannot be begun anew then."""
-        return self.streamer is not None and self.streamer.has_shown
+        return self.stop.is_set() or (self.show is not None and not threading.main_thread().is_alive())
 
     @property
     def layout(self) -> PromptLayout:
         """The prompt as it is computed."""
-        resumed = self.state.resumed
-        return self.prompt.layout if resumed is None else resumed.layout
+        return self.state.layout or self.prompt.layout
+
+    def resume(self, rows: int, *, whole: bool = False, is_head: bool = False) -> None:
+        """Note how many first rows are taken over of an earlier prompt or of the fixed head; if `whole`, no chunk is blended."""
+        layout = self.prompt.layout
+        chunks = () if whole else tuple(span for span in layout.chunks if span.start >= rows)
+        self.state.layout = replace(layout, chunks=chunks, resumed_rows=rows) if rows else None
+        self.state.head_rows = rows if is_head else 0
+
+    @property
+    def chunkless(self) -> str | None:
+        """Why none of its chunks is blended; None where one is."""
+        why = next((each.note for each in self.prompt.computed if each.computed != "last"), None)
+        return None if self.prompt.chunks else why or "the prompt has no chunks"
 
     @property
     def waiting(self) -> list[PromptChunk]:
@@ -119,7 +132,6 @@ def make_report(
 ) -> BlendReport:
     """Return what a request cost, and where its KV came from; without `token_times` the output is there now."""
     state = request.state
-    assert state.plan is not None
     first_output = token_times[0] if token_times else time.perf_counter()
     layout = request.prompt.layout
     context = layout.context_tokens
@@ -157,7 +169,7 @@ def make_report(
         state.layers,
         tuple(token_times[:count]),
     )
-    return BlendReport(
+    figures: dict[str, Any] = dict(
         ttft_s=ttft_s,
         load_s=load_s,
         encode_s=state.encode_s,
@@ -165,35 +177,33 @@ def make_report(
         prompt_tokens=len(layout),
         context_tokens=context,
         recomputed_tokens=in_chunks.numel(),
-        recompute_ratio=1.0 if state.recomputed is None else state.plan.ratio,
+        recompute_ratio=1.0 if state.recomputed is None else request.blend.recompute_ratio,
         charged_ratio=charged if context else 0.0,
         hits=sum(chunk.hit for chunk in chunks),
         misses=misses,
-        selector=state.plan.selector,
-        fallback_reason=_fallback_reason(request),
+        selector="full" if state.selection is None else make_selector(request.blend.selector).name,
+        fallback_reason=state.fallback_reason,
         chunks=chunks,
         output_tokens=count,
         tpot_s=None if count < 2 else (token_times[count - 1] - first_output) / (count - 1),
-        prefix_tokens=0 if state.resumed is None else state.resumed.tokens,
+        prefix_tokens=request.layout.resumed_rows - state.head_rows,
         queue_s=queue_s,
         overhead_s=max(ttft_s - queue_s - load_s - state.encode_s - recompute_s, 0.0),
-        **state.figures,
         trace=trace,
     )
+    return BlendReport(**figures | state.figures)
 
 
 def _reused(request: Request) -> Iterator[Span]:
     """Yield the rows whose KV was not computed in the prompt's forward; where two have a row, the later one holds."""
-    state = request.state
-    resumed = state.resumed
+    state, resumed = request.state, request.layout.resumed_rows
     if state.recomputed is not None:
         for chunk in request.waiting:
             yield Span(state.tiers.get(chunk.key) or "encoded", chunk.start, chunk.stop)
-    if resumed is not None:
-        if resumed.head:
-            yield Span("head" if state.figures.get("head_tokens") else "encoded", 0, resumed.head)
-        if resumed.tokens:
-            yield Span("prefix", resumed.head, resumed.layout.resumed_rows)
+    if state.head_rows:
+        yield Span("head" if state.figures.get("head_tokens") else "encoded", 0, resumed)
+    elif resumed:
+        yield Span("prefix", 0, resumed)
 
 
 def _chunk_reports(
@@ -252,16 +262,3 @@ _FATES = {
     "unsupported": "this model cannot be blended, so no KV is stored for it",
     "damaged": "its stored KV could not be read",
 }
-
-
-def _fallback_reason(request: Request) -> str | None:
-    assert request.state.plan is not None
-    reason, computed = request.state.plan.fallback_reason, request.prompt.computed
-    if reason is None or not computed or request.prompt.chunks:
-        return reason
-    why = {chunk.computed for chunk in computed}
-    if "unread" in why:
-        return "the ids in the store cannot be read now"
-    if "moved" in why:
-        return "none of its chunks is at the position where it was encoded, and the KV of this model cannot be moved"
-    return reason

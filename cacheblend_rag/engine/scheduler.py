@@ -11,23 +11,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError
-from cacheblend_rag.model import Decoder, before_layers, unwrapped
+from cacheblend_rag.model import unwrapped
 
-__all__ = ["GaveWayError", "Patience", "Scheduler", "aside", "scheduler_of"]
+__all__ = ["GLANCE_S", "Scheduler", "deadline_of", "scheduler_of"]
 
 _OMP_PAUSE_SOFT = 1
 # Of GNU's OpenMP, by which torch computes on Linux.
 _pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
-# Seconds after which a call that waits looks whether its answer is still wanted.
-_GLANCE_S = 0.2
+GLANCE_S = 0.2
+"""Seconds after which a call that waits looks whether its answer is still wanted."""
 
 
 def _end_workers() -> None:
@@ -38,30 +36,6 @@ def _end_workers() -> None:
         _pause(_OMP_PAUSE_SOFT)
 
 
-@dataclass
-class Patience:
-    """How long a call waits for a model while others have it: until it has had it once, for then it is being answered."""
-
-    # When to give up, by `time.perf_counter`; None waits as long as it takes.
-    until: float | None = None
-
-    @classmethod
-    def of(cls, wait_s: float | None) -> Patience:
-        """Return the patience of a call that waits that many seconds from now on, None for as long as it takes."""
-        if wait_s is None:
-            return cls()
-        if not (isinstance(wait_s, int | float) and wait_s >= 0):
-            raise ConfigError(
-                f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit"
-            )
-        return cls(time.perf_counter() + wait_s)
-
-    @property
-    def left_s(self) -> float:
-        """Seconds that are left; infinite where there is no limit."""
-        return math.inf if self.until is None else self.until - time.perf_counter()
-
-
 class Scheduler:
     """Lets one computation at a time have a model; threads have it in the order in which they came, and may take it again."""
 
@@ -70,29 +44,20 @@ class Scheduler:
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._depth = 0
-        self._line: deque[object] = deque()
+        self._queue: deque[object] = deque()
 
     def __enter__(self) -> None:
-        self.take(Patience())
+        self.take()
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-
-    @contextmanager
-    def within(self, patience: Patience) -> Iterator[None]:
-        """Take the model, unless that takes longer than a call may wait, which is an `AnswerTimeoutError`."""
-        self.take(patience)
-        try:
-            yield
-        finally:
-            self.leave()
 
     @contextmanager
     def after_others(self) -> Iterator[None]:
         """Take the model when no other thread waits for it."""
         with self._changed:
             if not self.is_mine:
-                self._changed.wait_for(lambda: self._owner is None and not self._line)
+                self._changed.wait_for(lambda: self._owner is None and not self._queue)
                 self._owner = threading.get_ident()
             self._depth += 1
         try:
@@ -108,36 +73,42 @@ class Scheduler:
     @property
     def wanted(self) -> bool:
         """Whether a thread waits in line."""
-        return bool(self._line)
+        return bool(self._queue)
 
-    def take(self, patience: Patience, place: object = None, is_given_up: Callable[[], bool] | None = None) -> bool:
-        """Wait for the model and take it; return False if another thread picked `place` out of the line."""
+    @property
+    def queue(self) -> list[object]:
+        """What stands in line for the model, the oldest first."""
+        with self._changed:
+            return list(self._queue)
+
+    def take(
+        self, place: object = None, deadline: float = math.inf, is_given_up: Callable[[], bool] | None = None
+    ) -> bool:
+        """Wait for the model and take it; return False if another thread picked `place` out of the line.
+
+        `AnswerTimeoutError` after the `deadline`, by `time.perf_counter`, and `CacheBlendError` if it `is_given_up`.
+        """
         place = object() if place is None else place
         with self._changed:
             if not self.is_mine:
-                self._line.append(place)
+                self._queue.append(place)
                 try:
-                    while self._owner is not None or self._line[0] is not place:
-                        left_s = patience.left_s
+                    while self._owner is not None or self._queue[0] is not place:
+                        left_s = deadline - time.perf_counter()
                         if left_s <= 0:
                             raise AnswerTimeoutError(
                                 "the model was busy with other calls for as long as this one may wait; "
                                 "let it wait longer, or make fewer calls at once"
                             )
-                        if is_given_up is not None:
-                            left_s = min(left_s, _GLANCE_S)
-                        self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
-                        if place not in self._line:
+                        self._changed.wait(min(left_s, threading.TIMEOUT_MAX if is_given_up is None else GLANCE_S))
+                        if place not in self._queue:
                             return False
                         if is_given_up is not None and is_given_up():
                             raise CacheBlendError("the answer was cancelled before it began; try again")
                     self._owner = threading.get_ident()
                 finally:
-                    if place in self._line:
-                        self._line.remove(place)
-                    self._changed.notify_all()
+                    self.pick(place)
             self._depth += 1
-        patience.until = None
         return True
 
     def leave(self) -> None:
@@ -150,19 +121,23 @@ class Scheduler:
                 self._owner = None
                 self._changed.notify_all()
 
-    def line(self) -> list[object]:
-        """Return what stands in the line, the oldest first."""
-        with self._changed:
-            return list(self._line)
-
     def pick(self, place: object) -> bool:
         """Take out of the line what another thread waits with; return whether it was still there."""
         with self._changed:
-            if place not in self._line:
+            if place not in self._queue:
                 return False
-            self._line.remove(place)
+            self._queue.remove(place)
             self._changed.notify_all()
             return True
+
+
+def deadline_of(wait_s: float | None) -> float:
+    """Return until when a call waits for the model that may wait so many seconds from now, None for as long as it takes."""
+    if wait_s is None:
+        return math.inf
+    if not (isinstance(wait_s, int | float) and wait_s >= 0):
+        raise ConfigError(f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit")
+    return time.perf_counter() + wait_s
 
 
 _schedulers: WeakKeyDictionary[PreTrainedModel, Scheduler] = WeakKeyDictionary()
@@ -176,27 +151,3 @@ def scheduler_of(model: PreTrainedModel) -> Scheduler:
         # Of a process that this one was forked from, whose threads may have had the model.
         found = _schedulers[unwrapped(model)] = Scheduler()
     return found
-
-
-class GaveWayError(Exception):
-    """What was computed aside was left on the way."""
-
-
-@contextmanager
-def aside(scheduler: Scheduler, decoder: Decoder, is_over: Callable[[], bool]) -> Iterator[None]:
-    """Take a model when no thread waits for it; leave this thread's forwards between two layers when one does or `is_over`."""
-    device, thread = decoder.device, threading.get_ident()
-
-    def check(*_: Any) -> None:
-        if threading.get_ident() != thread:
-            return
-        if device.type == "cuda":
-            # Otherwise all layers would be under way before the first is computed.
-            torch.cuda.current_stream(device).synchronize()
-        if scheduler.wanted or is_over():
-            raise GaveWayError
-
-    with scheduler.after_others():
-        check()
-        with before_layers(decoder.layers, check):
-            yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import EngineConfig
@@ -12,8 +13,8 @@ from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.request import Request, why_missed
-from cacheblend_rag.engine.scheduler import GaveWayError, Patience, Scheduler
-from cacheblend_rag.errors import AnswerTimeoutError, BackendError, ChunkReadError
+from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.errors import BackendError, ChunkReadError
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
@@ -54,11 +55,8 @@ class KVSupply:
         assert self._encoder is not None
         return self._encoder
 
-    def encode(
-        self, targets: Sequence[Target], *, patient: bool = False, patience: Patience | None = None
-    ) -> Iterator[list[tuple[int, ChunkKV]]]:
+    def encode(self, targets: Sequence[Target], *, patient: bool = False) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does."""
-        patience = patience or Patience()
         waiting = self.encoder.plan(targets)
         failures: list[Exception] = []
         while waiting:
@@ -66,10 +64,11 @@ class KVSupply:
             left = dict(enumerate(planned))
             batches = self.encoder.encode([targets[index] for index in planned])
             while left:
-                with self.scheduler.after_others() if patient else self.scheduler.within(patience):
+                turn: AbstractContextManager[None] = self.scheduler.after_others() if patient else self.scheduler
+                with turn:
                     try:
                         batch = [(left.pop(number), kv) for number, kv in next(batches)]
-                    except (BackendError, GaveWayError):
+                    except BackendError:
                         raise
                     except Exception as error:  # whatever a model raises, or a device without memory
                         # Its frames hold what the batch held, which is to be gone before anything else is computed.
@@ -95,14 +94,10 @@ class KVSupply:
                     missing.setdefault(chunk.key, []).append((request, chunk))
         started = time.perf_counter()
         chunks_of = {key: [chunk for _, chunk in wanted] for key, wanted in missing.items()}
-        # Those of one call share it, and where several calls are answered together, the model is had already.
-        patience = requests[0].patience if requests else None
         try:
-            for key, kv in self._encode_missing(chunks_of, patience):
+            for key, kv in self._encode_missing(chunks_of):
                 for request, _ in missing[key]:
                     request.state.encoded[key] = kv
-        except AnswerTimeoutError:
-            raise
         except Exception as error:  # each prompt that lacks it finds out for itself
             logger.debug("not all misses were encoded together: %s", error)
         elapsed = time.perf_counter() - started
@@ -110,13 +105,11 @@ class KVSupply:
         for request, chunk in (each for wanted in missing.values() for each in wanted):
             request.state.encode_s += elapsed * len(chunk.token_ids) / tokens
 
-    def _encode_missing(
-        self, missing: Mapping[str, Sequence[PromptChunk]], patience: Patience | None = None
-    ) -> Iterator[tuple[str, ChunkKV]]:
+    def _encode_missing(self, missing: Mapping[str, Sequence[PromptChunk]]) -> Iterator[tuple[str, ChunkKV]]:
         """Encode chunks of prompts in one go, keep their KV, and yield it by its key."""
         keys = list(missing)
         targets = [missing[key][0].target for key in keys]
-        for batch in self.encode(targets, patience=patience) if keys else ():
+        for batch in self.encode(targets) if keys else ():
             for index, kv in batch:
                 self._keep(missing[keys[index]], kv)
                 yield keys[index], kv

@@ -10,6 +10,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -37,10 +38,10 @@ def _loads_ahead(form: KVForm, layout: PromptLayout, tiers: Collection[str]) -> 
 class LayerLoader:
     """Assembles the chunks of one prompt, layer by layer, ahead of the computation; a context manager.
 
-    The work is cut into pieces, some chunks of one layer each, in ascending order of layers. Each thread takes the next
-    piece that is within the window, `ahead` layers before they are asked for; a thread that waits for a layer takes pieces
-    of it as well. With no threads, and where layers are small, that is all. Layers before `first_layer` are computed in
-    full and need no stored KV; rows of `capacity` beyond the prompt are room for generated tokens.
+    The work is cut into pieces, some chunks of one layer each. Threads load those of the layers up to `ahead` of the one that was
+    asked for last; who waits for a layer loads what no thread has begun of it, which is all where there are no threads or layers
+    are small. Layers before `first_layer` are computed in full and need no stored KV; rows of `capacity` beyond the prompt are
+    room for generated tokens.
     """
 
     def __init__(
@@ -59,42 +60,31 @@ class LayerLoader:
         if not _loads_ahead(form, layout, {reader.tier for reader in readers}):
             threads = 0
         self._assembly = Assembly(form, layout, readers, capacity, max(2 * threads, 1))
+        self._pool = ThreadPoolExecutor(threads, "cacheblend-loader", compute_alone) if threads else None
         self._ahead = ahead if threads else 0
         self._times = times or LayerTimes()
-        self._changed = threading.Condition()
-        # All of these are guarded by `_changed`.
-        self._next = (first_layer, 0)
-        self._wanted = first_layer - 1
-        self._end = form.num_kv_layers
+        self._next, self._end = first_layer, form.num_kv_layers
+        # Of each layer that was begun its pieces, and what loads each; how many are not loaded, and what is made of all.
+        self._tasks: dict[int, list[Future[None] | None]] = {}
+        self._lock = threading.Lock()
         self._unfinished: dict[int, int] = {}
         self._ready: dict[int, LayerKV | Upload] = {}
-        self._error: BaseException | None = None
-        self._closed = False
         # What is begun by one thread is finished by another, and what is made in inference mode may be written to in no other.
         self._infers = torch.is_inference_mode_enabled()
         # Of KV as the model takes it; what is resident on its device is not loaded.
         self.load_bytes = 0
         self._host_wait_s = 0.0
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._threads = [
-            threading.Thread(target=self._work, name=f"cacheblend-loader-{number}", daemon=True)
-            for number in range(threads)
-        ]
 
     def __enter__(self) -> LayerLoader:
-        for thread in self._threads:
-            thread.start()
+        self._begin(self._next + self._ahead)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
         self._ready.clear()
-        if kind is None and self._error is None and self._next[0] >= self._end and not self._unfinished:
+        if kind is None and self._next >= self._end and not self._tasks:
             self._assembly.end()
 
     @property
@@ -111,21 +101,17 @@ class LayerLoader:
         device = self._devices[layer]
         started = self._times.asked[layer] = time.perf_counter()
         waited_from = _mark(device) if device.type == "cuda" else None
-        with self._changed:
-            self._wanted = layer
-            self._changed.notify_all()
-        while True:
-            with self._changed:
-                # No thread is idle while a layer is waited for: this one loads what no other has begun.
-                while layer not in self._ready and self._error is None and self._next[0] > layer:
-                    self._changed.wait()
-                if layer in self._ready:
-                    loaded = self._ready.pop(layer)
-                    break
-                if self._error is not None:
-                    raise self._error
-                task = self._begin()
-            self.fetch_kv(*task)
+        self._begin(layer + 1 + self._ahead)
+        others = []
+        for piece, task in enumerate(self._tasks[layer]):
+            if task is None or task.cancel():
+                self.fetch_kv(layer, piece)
+            else:
+                others.append(task)
+        for task in others:
+            task.result()
+        del self._tasks[layer]
+        loaded = self._ready.pop(layer)
         result = loaded.receive() if isinstance(loaded, Upload) else loaded
         ended = self._times.handed[layer] = time.perf_counter()
         if waited_from is None:
@@ -134,50 +120,31 @@ class LayerLoader:
             self._stalls.append((waited_from, _mark(device)))
         return result
 
-    def _work(self) -> None:
-        compute_alone()
-        while True:
-            with self._changed:
-                while True:
-                    layer, _ = self._next
-                    if self._closed or self._error is not None or layer >= self._end:
-                        return
-                    if layer <= self._wanted + self._ahead:
-                        break
-                    self._changed.wait()
-                task = self._begin()
-            with torch.inference_mode(self._infers):
-                self.fetch_kv(*task)
-
-    def _begin(self) -> tuple[int, int]:
-        layer, piece = self._next
-        if not piece:
-            self._times.load_began[layer] = time.perf_counter()
+    def _begin(self, stop: int) -> None:
+        """Have threads load the layers before one, in ascending order; without threads who waits for them does."""
         count = len(self._assembly.pieces)
-        self._unfinished.setdefault(layer, count)
-        self._next = (layer, piece + 1) if piece + 1 < count else (layer + 1, 0)
-        return layer, piece
+        while self._next < min(stop, self._end):
+            layer, self._next = self._next, self._next + 1
+            self._unfinished[layer] = count
+            self._tasks[layer] = [
+                None if self._pool is None else self._pool.submit(self._work, layer, piece) for piece in range(count)
+            ]
+
+    def _work(self, layer: int, piece: int) -> None:
+        with torch.inference_mode(self._infers):
+            self.fetch_kv(layer, piece)
 
     def fetch_kv(self, layer: int, piece: int) -> None:
-        """Load one layer of one piece (CacheBlend, section 6); what goes wrong is raised where the layer is waited for."""
-        try:
-            loaded_bytes = self._assembly.fill(layer, self._assembly.pieces[piece])
-            with self._changed:
-                self.load_bytes += loaded_bytes
-                self._unfinished[layer] -= 1
-                if self._unfinished[layer]:
-                    return
-                del self._unfinished[layer]
-            finished = self._assembly.finish(layer)
-            self._times.load_ended[layer] = time.perf_counter()
-        except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
-        else:
-            with self._changed:
-                self._ready[layer] = finished
-                self._changed.notify_all()
+        """Load one layer of one piece (CacheBlend, section 6)."""
+        self._times.load_began.setdefault(layer, time.perf_counter())
+        loaded_bytes = self._assembly.fill(layer, self._assembly.pieces[piece])
+        with self._lock:
+            self.load_bytes += loaded_bytes
+            self._unfinished[layer] -= 1
+            if self._unfinished[layer]:
+                return
+        self._ready[layer] = self._assembly.finish(layer)
+        self._times.load_ended[layer] = time.perf_counter()
 
 
 def _mark(device: torch.device) -> torch.cuda.Event:

@@ -8,7 +8,6 @@ from cacheblend_rag.model.attention import (
     watch_attention,
 )
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.capability import Capability, LayerCapability, capability
 from cacheblend_rag.model.card import ModelCard
 from cacheblend_rag.model.decoder import (
     REACHES,
@@ -17,6 +16,7 @@ from cacheblend_rag.model.decoder import (
     layer_types,
     model_window,
     num_decoder_layers,
+    placing,
     refusing_failures,
     state_layers,
     text_decoder,
@@ -25,29 +25,27 @@ from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
 from cacheblend_rag.model.layers import before_layers
 from cacheblend_rag.model.padded import PaddedBatch, answering_first
 from cacheblend_rag.model.positions import takes_positions
-from cacheblend_rag.model.wrapping import past_adapters, refuse_compiled, unwrapped, watch_forward
+from cacheblend_rag.model.wrapping import past_adapters, refuse_compiled, unwrapped
 
 __all__ = [
     "REACHES",
     "AttentionCall",
     "AttentionFunction",
-    "Capability",
     "Decoder",
     "KVCache",
-    "LayerCapability",
     "ModelCard",
     "PaddedBatch",
     "WeightsWatch",
     "answering_first",
     "attention_weights",
     "before_layers",
-    "capability",
     "inspect_model",
     "layer_types",
     "model_fingerprint",
     "model_window",
     "num_decoder_layers",
     "past_adapters",
+    "placing",
     "refuse_compiled",
     "refusing_failures",
     "replace_attention",
@@ -56,5 +54,4 @@ __all__ = [
     "text_decoder",
     "unwrapped",
     "watch_attention",
-    "watch_forward",
 ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model.decoder import Decoder
 from cacheblend_rag.rope import Rotation
 
@@ -59,38 +57,3 @@ class ModelCard:
             layers = decoder.kv_at(torch.zeros((1, 1), dtype=torch.int64, device=decoder.device), 0)
         shapes = tuple((kv.keys.shape[1], kv.keys.shape[-1], kv.values.shape[-1]) for kv in layers)
         return cls(identity, window, layers[0].keys.dtype, shapes, decoder.rotations, decoder.rope_reach)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it; `from_dict` reads it."""
-        different = list({id(each): each for each in self.rotations if each is not None}.values())
-        numbers = {id(each): number for number, each in enumerate(different)}
-        return {
-            "identity": self.identity,
-            "window": self.window,
-            "rope_reach": self.rope_reach,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "shapes": [list(shape) for shape in self.shapes],
-            "rotations": [
-                {"inv_freq": each.inv_freq.tolist(), "layout": each.layout, "part": each.part} for each in different
-            ],
-            "layers": [None if each is None else numbers[id(each)] for each in self.rotations],
-        }
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> ModelCard:
-        """Return the card that `to_dict` wrote; `ConfigError` if it is none."""
-        try:
-            different = [
-                Rotation(torch.tensor(each["inv_freq"], dtype=torch.float32), each["layout"], each["part"])
-                for each in given["rotations"]
-            ]
-            heads = tuple((int(count), int(keys), int(values)) for count, keys, values in given["shapes"])
-            layers = tuple(None if number is None else different[number] for number in given["layers"])
-            dtype = getattr(torch, given["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{given['dtype']!r} is not a dtype")
-            return cls(str(given["identity"]), given["window"], dtype, heads, layers, given["rope_reach"])
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise ConfigError(
-                f"this is not a model card ({type(error).__name__}: {error}); give what BlendEngine.card().to_dict() returns"
-            ) from error

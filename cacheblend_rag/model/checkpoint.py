@@ -8,10 +8,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
@@ -52,7 +50,6 @@ def load_pretrained(
         _check_device(device)
     hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
     try:
-        _ask_hub(name, hub_options)
         dtype = config.torch_dtype() or default_dtype(name, device, hub_options)
         loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **model_kwargs})
         tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
@@ -93,7 +90,6 @@ def model_folder(model: str | Path) -> Path:
     if gguf_files(name):
         raise ConfigError(f"model {name} is a GGUF file, but a folder with config.json and safetensors is needed here")
     try:
-        _ask_hub(name, {})
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
     except OSError as error:
         raise _not_loaded(model, error) from error
@@ -104,29 +100,6 @@ def _not_loaded(model: str | Path, error: Exception) -> ConfigError:
         f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
         "reached, or a folder with a model and its tokenizer"
     )
-
-
-def _ask_hub(name: str, options: dict[str, Any]) -> None:
-    """See that a model that is not here is on the Hub, by one request: transformers tries for most of a minute."""
-    where = {option: options.get(option) for option in ("cache_dir", "revision")}
-    if (
-        Path(name).is_dir()
-        or options.get("local_files_only")
-        or isinstance(try_to_load_from_cache(name, "config.json", **where), str)
-    ):
-        return
-    url = hf_hub_url(name, "config.json", subfolder=options.get("subfolder"), revision=options.get("revision"))
-    try:
-        get_hf_file_metadata(url, token=options.get("token"))
-    except httpx.TransportError as error:
-        raise OSError(f"there is no such folder, and the Hugging Face Hub cannot be reached ({error}).") from error
-    except GatedRepoError:
-        pass
-    except RepositoryNotFoundError as error:
-        raise OSError("there is no such folder, and no such model on the Hugging Face Hub.") from error
-    # The model may have no such file, as an adapter has none; transformers explains what else there is.
-    except OSError:
-        pass
 
 
 def _checked_name(model: str | Path) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "layer_types",
     "model_window",
     "num_decoder_layers",
+    "placing",
     "refusing_failures",
     "rope_types",
     "state_layers",
@@ -99,18 +100,21 @@ class Decoder:
         return tuple(next(layer.parameters()).device for layer in self.layers[: self.num_kv_layers])
 
     def placing(self, positions: Sequence[int] | None) -> dict[str, torch.Tensor]:
-        """Return what the forward takes for one sequence to stand at `positions`; `PromptError` if it takes none."""
-        if positions is None:
-            return {}
-        if not self.takes_positions:
-            raise PromptError(
-                f"the prompt has positions, but {type(self.model).__name__} takes none; leave positions out"
-            )
-        return {"position_ids": torch.tensor([list(positions)], device=self.device)}
+        """Return what places one sequence at `positions`; see `placing`."""
+        return placing(self.model, positions)
 
     def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
         """Return the KV of tokens that see each other and nothing else, from `position` on; see `positions.kv_at`."""
         return kv_at(text_decoder(self.model), self.num_layers, ids, position)
+
+
+def placing(model: PreTrainedModel, positions: Sequence[int] | None) -> dict[str, torch.Tensor]:
+    """Return what the forward takes for one sequence to stand at `positions`; `PromptError` if it takes none."""
+    if positions is None:
+        return {}
+    if not takes_positions(text_decoder(model)):
+        raise PromptError(f"the prompt has positions, but {type(model).__name__} takes none; leave positions out")
+    return {"position_ids": torch.tensor([list(positions)], device=model.device)}
 
 
 @contextmanager

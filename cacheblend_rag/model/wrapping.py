@@ -1,20 +1,13 @@
-"""Wrappers around a model, PEFT's adapters and torch.compile, and how to hook the forward inside."""
+"""Wrappers around a model: PEFT's adapters and torch.compile."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import UnsupportedModelError
 
-__all__ = ["past_adapters", "refuse_compiled", "unwrapped", "watch_forward"]
-
-BeforeForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-AfterForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+__all__ = ["past_adapters", "refuse_compiled", "unwrapped"]
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
@@ -28,20 +21,6 @@ def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
 def past_adapters(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model inside what PEFT has put around it, whose forward, up to version 0.20, PEFT calls past all hooks."""
     return unwrapped(model) if hasattr(model, "get_base_model") else model
-
-
-@contextmanager
-def watch_forward(
-    model: PreTrainedModel, *, before: BeforeForward | None = None, after: AfterForward | None = None
-) -> Iterator[None]:
-    """Have the forward of the model inside all wrappers hooked in a ``with`` block."""
-    inner = unwrapped(model)
-    with ExitStack() as stack:
-        if before is not None:
-            stack.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
-        if after is not None:
-            stack.callback(inner.register_forward_hook(after, with_kwargs=True).remove)
-        yield
 
 
 def refuse_compiled(model: nn.Module) -> None:

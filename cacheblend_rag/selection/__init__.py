@@ -10,8 +10,9 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from cacheblend_rag.config import did_you_mean
+from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
 from cacheblend_rag.selection.fixed import BoundarySelector, FixedSelection, FullSelector, NoneSelector, RandomSelector
 from cacheblend_rag.selection.hkvd import HKVDSelector
@@ -28,6 +29,8 @@ __all__ = [
     "Selection",
     "SelectionTask",
     "Selector",
+    "is_full",
+    "make_selection",
     "make_selector",
     "parse_selector",
     "register_selector",
@@ -108,3 +111,18 @@ def parse_selector(text: str) -> Selector:
 def make_selector(asked: str | Selector) -> Selector:
     """Return a selector as it is given, or the one that a string names; see `parse_selector`."""
     return parse_selector(asked) if isinstance(asked, str) else asked
+
+
+def is_full(blend: BlendConfig) -> bool:
+    """Whether settings have all of a prompt computed, whatever is stored of it."""
+    selector = make_selector(blend.selector).name
+    return not blend.enabled or selector == "full" or (blend.recompute_ratio == 1 and selector != "none")
+
+
+def make_selection(blend: BlendConfig, layout: PromptLayout, num_layers: int) -> Selection:
+    """Return what chooses the rows of a prompt that are recomputed."""
+    budget = round(blend.recompute_ratio * layout.context_tokens)
+    if budget == 0:
+        # No selector is to spend anything on choosing nothing.
+        return FixedSelection(layout.context_rows[:0])
+    return make_selector(blend.selector).begin(SelectionTask(layout, num_layers, budget))

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
-from cacheblend_rag.selection.segments import pick
+from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector, pick
 
 __all__ = ["HKVDSelector", "kv_deviation"]
 

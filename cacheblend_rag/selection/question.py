@@ -8,8 +8,7 @@ import torch
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
-from cacheblend_rag.selection.segments import pick
+from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector, pick
 
 __all__ = ["SEGMENT_TOKENS", "A3Selector", "QuerySelector", "look_layers", "stop_layer"]
 

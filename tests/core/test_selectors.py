@@ -14,7 +14,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import AttentionCall, attention_weights
 from cacheblend_rag.selection import BoundarySelector, SelectionTask, selector_names
-from cacheblend_rag.selection.segments import pick, segment_numbers
+from cacheblend_rag.selection.base import pick, segment_numbers
 from tests.core.dense import LENGTH, SPANS, RecordingCache, read_behind, span_prompt, stale_kv
 from tests.engines import MakeEngine
 from tests.families import tiny_model, tiny_tokenizer, words

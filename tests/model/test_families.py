@@ -14,11 +14,12 @@ import transformers
 from transformers import AutoModelForImageTextToText
 
 from cacheblend_lab.families import families, prove, prove_family, tiny_config, tiny_model, with_outliers
+from cacheblend_lab.families.capability import capability
 from cacheblend_lab.family_table import SHIPPED, FamilyRow, shipped_table, table_lines
 from cacheblend_lab.model_names import name_lines
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_blending
-from cacheblend_rag.model import capability, inspect_model
+from cacheblend_rag.model import inspect_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 FAMILIES = families()

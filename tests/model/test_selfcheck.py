@@ -110,6 +110,5 @@ def test_a_model_in_half_precision_that_cannot_be_moved_answers_in_full(
         engine.add([Chunk(words(20, 1), "n")])
         report = engine.prefill(BlendPrompt(words(3, 2), ["n"], words(4, 3))).report
         assert report.fallback_reason == engine.unsupported_reason
-        assert engine.capability().dtype == str(dtype).removeprefix("torch.")
         with pytest.raises(UnsupportedModelError):
             BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True, self_check=True))

@@ -154,7 +154,7 @@ def calibrate(
     blend = engine.blend if blend is None else engine.check_blend(blend)
     blend = blend if selector is None else blend.replace(selector=selector)
     name = make_selector(blend.selector).name
-    if not isinstance(engine, BlendEngine):
+    if engine.decoder is None:
         # llama.cpp recomputes nothing.
         if selector is not None:
             raise ConfigError(f"selector={selector!r} is of no use: this engine recomputes nothing; leave it out")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +20,7 @@ from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.model import before_layers
 
 __all__ = ["CompareAnswers", "ComparedAnswers"]
 
@@ -132,6 +134,37 @@ class CompareAnswers(Attachment, Collector):
         yield family
         yield CounterMetricFamily("cacheblend_compared_f1", "Sum of the F1 of compared answers.", self._f1_sum)
 
+    @property
+    def _is_over(self) -> bool:
+        # The interpreter waits for this thread when it ends, and what it would find out then is of no use.
+        return self._closed or not threading.main_thread().is_alive()
+
+    def _aside(self, request: Request) -> GenerationResult | None:
+        """Have a prompt prefilled in full when no other call needs the model; None where one came, or comparing was ended."""
+        engine, thread = self._engine, threading.get_ident()
+        scheduler, device = engine.backend.scheduler, engine.model.device
+        assert engine.decoder is not None
+
+        def check(*_: Any) -> None:
+            if threading.get_ident() != thread:
+                return
+            if device.type == "cuda":
+                # Otherwise all layers would be under way before the first is computed.
+                torch.cuda.current_stream(device).synchronize()
+            if scheduler.wanted or self._is_over:
+                raise _GaveWayError
+
+        blend, most = BlendConfig(enabled=False), request.max_new_tokens
+        asked = engine.begin_request(request.asked, blend, most, request.options, shares=False)
+        with suppress(_GaveWayError), scheduler.after_others():
+            check()
+            with before_layers(engine.decoder.layers, check):
+                [(_, result)] = engine.backend.answer([asked])
+            if isinstance(result, GenerationResult):
+                return result
+            raise result
+        return None
+
     def _is_drawn(self, options: dict[str, Any]) -> bool:
         """Whether an answer under these options would differ when it is asked for again."""
         own = self._engine.model.generation_config.do_sample
@@ -161,16 +194,18 @@ class CompareAnswers(Attachment, Collector):
 
     def _compared(self, request: Request, result: GenerationResult) -> tuple[float, str]:
         """Return the F1 of an answer and full prefill's, and what becomes of it."""
-        options = {**request.options, "max_new_tokens": request.max_new_tokens}
-        full = None
+        full: GenerationResult | None = None
         while full is None:
-            # The interpreter waits for this thread when it ends, and what it would find out then is of no use.
-            if self._closed or not threading.main_thread().is_alive():
+            if self._is_over:
                 return 0.0, "dropped"
-            full = self._engine.generate_aside(request.asked, BlendConfig(enabled=False), **options)
+            full = self._aside(request)
         if full.prompt_ids != result.prompt_ids:
             raise PromptError("chunks of the prompt have changed since it was answered; it is not compared")
         return f1_score(result.text, full.text), "same" if exact_match(result.text, full.text) else "different"
+
+
+class _GaveWayError(Exception):
+    """Full prefill was left on the way."""
 
 
 def _is_plain(value: Any) -> bool:

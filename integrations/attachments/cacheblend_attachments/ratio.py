@@ -39,7 +39,7 @@ def choose_ratio(engine: BlendEngine, prompts: Sequence[BlendPrompt]) -> float:
     UnsupportedModelError
         If the engine cannot blend or recompute.
     """
-    if engine.unsupported_reason is not None or not isinstance(engine, BlendEngine):
+    if engine.decoder is None:
         reason = engine.unsupported_reason or f"a {type(engine).__name__} recomputes nothing"
         raise UnsupportedModelError(f"{reason}; there is no ratio to choose")
     least, whole = engine.blend.recompute_ratio, BlendConfig(enabled=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_attachments.watching import Watching
+from cacheblend_attachments.watching import Watching, watch_forward
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import RunningForward
 from cacheblend_rag.errors import ConfigError
@@ -25,11 +25,10 @@ from cacheblend_rag.model import (
     Decoder,
     attention_weights,
     watch_attention,
-    watch_forward,
 )
 from cacheblend_rag.selection import FixedSelection, QuerySelector
+from cacheblend_rag.selection.base import pick, segment_numbers
 from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
-from cacheblend_rag.selection.segments import pick, segment_numbers
 
 __all__ = ["Repair", "Repairing"]
 

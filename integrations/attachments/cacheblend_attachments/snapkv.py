@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cacheblend_attachments.watching import Watching
+from cacheblend_attachments.watching import Watching, watch_forward
 from cacheblend_rag.engine.attachment import RunningForward
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import (
@@ -20,7 +20,6 @@ from cacheblend_rag.model import (
     attention_weights,
     layer_types,
     watch_attention,
-    watch_forward,
 )
 
 __all__ = ["Eviction", "SnapKV", "choose_tokens", "context_attention"]
@@ -89,14 +88,14 @@ class Eviction:
     """The eviction of one prompt's context KV: `evicted_tokens` by each head of the layers that are not kept whole."""
 
     def __init__(self, asked: SnapKV, forward: RunningForward) -> None:
-        plan, prompt = forward.request.state.plan, forward.request.prompt
+        selection, prompt = forward.request.state.selection, forward.request.prompt
         self._model = forward.decoder.model
         self._cache = forward.cache
         self._prompt_tokens = len(prompt.layout)
         self._start, self._stop = prompt.context
         self._room = forward.room
         # A selection that looks at the first layers comes back to them, so that their memory is given back after the last.
-        self._at_end = plan is not None and plan.selection is not None and bool(plan.selection.look_layers)
+        self._at_end = selection is not None and bool(selection.look_layers)
         self._chosen: dict[int, torch.Tensor] = {}
         tokens = self._stop - self._start
         share = asked.kv_capacity

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.model import unwrapped
 
-__all__ = ["Watching"]
+__all__ = ["Watching", "watch_forward"]
+
+BeforeForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+AfterForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 class Watching(Attachment):
@@ -35,3 +46,17 @@ class Watching(Attachment):
 
     def alone_reason(self, request: Request) -> str | None:
         return f"{type(self).__name__} watches one answer at a time"
+
+
+@contextmanager
+def watch_forward(
+    model: PreTrainedModel, *, before: BeforeForward | None = None, after: AfterForward | None = None
+) -> Iterator[None]:
+    """Have the forward of the model inside all wrappers hooked in a ``with`` block."""
+    inner = unwrapped(model)
+    with ExitStack() as stack:
+        if before is not None:
+            stack.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
+        if after is not None:
+            stack.callback(inner.register_forward_hook(after, with_kwargs=True).remove)
+        yield

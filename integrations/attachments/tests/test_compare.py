@@ -152,7 +152,7 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) 
 def test_a_failed_comparison_is_counted_and_quotes_nothing(
     engine: BlendEngine, compare: CompareAnswers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "generate_aside", lambda *_, **options: 1 / options["secret"])
+    monkeypatch.setattr(compare, "_aside", lambda request: 1 / request.options["secret"])
     engine.generate(prompt(), 2)
     assert compare.wait(120)
     assert compare.status().failed == 1

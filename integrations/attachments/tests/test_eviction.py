@@ -116,7 +116,7 @@ def _ids(seed: int) -> list[int]:
 
 def _eviction(model: PreTrainedModel, cache: BlendCache, room: int = 4) -> Eviction:
     prompt = SimpleNamespace(layout=range(LENGTH), context=CONTEXT)
-    run = SimpleNamespace(state=SimpleNamespace(plan=None), prompt=prompt)
+    run = SimpleNamespace(state=SimpleNamespace(selection=None), prompt=prompt)
     asked = SnapKV(CAPACITY, observation_window=WINDOW, pooling_kernel=KERNEL)
     return Eviction(asked, RunningForward(run, SimpleNamespace(model=model), cache, None, STEPS, room))  # type: ignore[arg-type]
 

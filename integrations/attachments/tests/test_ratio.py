@@ -14,7 +14,7 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine import PrefillResult
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.loader import LayerLoader
+from cacheblend_rag.loader.assembly import Assembly
 from cacheblend_rag.trace import LayerTimes
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -48,8 +48,8 @@ def engine() -> Iterator[Recorded]:
 def test_recomputing_takes_as_long_as_loading(
     engine: Recorded, monkeypatch: pytest.MonkeyPatch, layer_s: float
 ) -> None:
-    own = LayerLoader.fetch_kv
-    monkeypatch.setattr(LayerLoader, "fetch_kv", lambda *args: (time.sleep(layer_s), own(*args)))
+    own = Assembly.fill
+    monkeypatch.setattr(Assembly, "fill", lambda *args: (time.sleep(layer_s), own(*args))[1])
     found = choose_ratio(engine, [PROMPT, OTHER])
     # The first is a warm-up; each prompt is blended, without recomputing anything, and then prefilled in full.
     _, *reports = engine.__dict__["reports"]

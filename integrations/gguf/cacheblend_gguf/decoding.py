@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ from transformers import (
 )
 
 from cacheblend_rag.chat.seeded import SeededSampling
-from cacheblend_rag.engine.decode import Answers
+from cacheblend_rag.engine.decode import Outputs
 from cacheblend_rag.engine.request import Request
+from cacheblend_rag.engine.scheduler import GLANCE_S
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
-from cacheblend_rag.prefixes import PrefixCache, ReusedPrefix
+from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.store import KVReader
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ _PROCESSORS: dict[str, Any] = {
     "prefix_allowed_tokens_fn": partial(PrefixConstrainedLogitsProcessor, num_beams=1),
 }
 _OTHERS = (*_PROCESSORS, "logits_processor", "stopping_criteria", "stop_strings", "eos_token_id")
-# Seconds after which a call that waits looks whether its answer is still wanted, and that it waits at least.
-_GLANCE_S = 0.2
+# Seconds that a call waits at least: the thread takes its time to begin, even where nobody else asks.
 _LEAST_S = 0.05
 
 
@@ -83,7 +83,7 @@ class Answering:
     # Where its engine keeps earlier prompts.
     prefixes: PrefixCache
     # What ends it; None where the scores after so many last tokens of the prompt are wanted instead.
-    answers: Answers | None = None
+    outputs: Outputs | None = None
     logits_to_keep: int = 1
     processors: list[Any] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -102,13 +102,12 @@ class Answering:
     @property
     def limit(self) -> int:
         """Most tokens of the answer."""
-        return 0 if self.answers is None else self.answers.limits[0]
+        return 0 if self.outputs is None else self.outputs.limits[0]
 
     @property
     def ratio(self) -> float | None:
         """Which share of its chunks is recomputed; None where all is computed as text."""
-        request = self.request
-        return None if request.state.recomputed is None or request.state.plan is None else request.state.plan.ratio
+        return None if self.request.state.selection is None else self.request.blend.recompute_ratio
 
     def shared(self) -> tuple[int | None, int]:
         """Return the sequence of an earlier prompt that this one begins like, and how many rows, if there is one."""
@@ -122,14 +121,12 @@ class Answering:
         """Begin in a sequence that holds so many first rows, which are those of an earlier prompt."""
         self.sequence = sequence
         if rows:
-            request, layout = self.request, self.request.prompt.layout
-            chunks = () if self.ratio is None else tuple(span for span in layout.chunks if span.start >= rows)
-            request.state.resumed = ReusedPrefix(replace(layout, chunks=chunks, resumed_rows=rows), 0)
-            request.state.figures["head_tokens"] = 0
+            self.request.resume(rows, whole=self.ratio is None)
+            self.request.state.figures["head_tokens"] = 0
 
     def choose(self, scores: Scores) -> bool:
         """Choose the next token by its scores, ``(vocab,)``; return whether it is the last one."""
-        assert self.answers is not None
+        assert self.outputs is not None
         length = len(self.request.prompt.layout) + len(self.output)
         given = torch.from_numpy(scores)[None]
         for each in self.processors:
@@ -137,9 +134,9 @@ class Answering:
         token = int(given.argmax())
         self.output.append(token)
         self.ids[0, length] = token
-        is_last = bool(self.answers(self.ids[:, : length + 1], None))
-        if self.answers.errors:
-            raise self.answers.errors[0]
+        is_last = bool(self.outputs(self.ids[:, : length + 1], None))
+        if self.outputs.errors:
+            raise self.outputs.errors[0]
         return is_last
 
 
@@ -156,8 +153,7 @@ class Decoding:
     def answer(self, answering: Answering) -> None:
         """Decode an answer and return at its end; `ChunkReadError` before it begins if stored KV turns out damaged."""
         request, done = answering.request, answering.done
-        # The thread takes its time to begin, even where nobody else asks.
-        until = time.perf_counter() + max(request.patience.left_s, _LEAST_S)
+        until = max(request.deadline, time.perf_counter() + _LEAST_S)
         with self._lock:
             self._waiting.append(answering)
             if self._thread is None:
@@ -172,7 +168,7 @@ class Decoding:
                     "other answers had the model for all of the time that this one may wait, so it was given up; let it "
                     "wait longer, or make fewer calls at once"
                 )
-            wait([done], max(min(left_s, _GLANCE_S), 0))
+            wait([done], max(min(left_s, GLANCE_S), 0))
         done.result()
 
     def _run(self) -> None:
@@ -232,11 +228,7 @@ class Decoding:
             time.perf_counter() - request.ready - request.state.encode_s - request.state.open_s, 0.0
         )
         request.state.forward_started = time.perf_counter()
-        row = (
-            0
-            if request.state.resumed is None or request.state.resumed.head
-            else request.state.resumed.layout.resumed_rows
-        )
+        row = request.layout.resumed_rows - request.state.head_rows
         request.state.figures["load_bytes"] = 0
         for begin in sorted(each for each in answering.readers if each >= row):
             self._llama.decode(layout.token_ids[row:begin], row, answering.sequence)
@@ -248,7 +240,7 @@ class Decoding:
         self._llama.decode(layout.token_ids[row:last], row, answering.sequence)
         ids = enumerate(layout.token_ids[last:], last)
         answering.scores = self._llama.step([(id, place, answering.sequence, True) for place, id in ids])
-        return answering.answers is None or answering.choose(answering.scores[-1])
+        return answering.outputs is None or answering.choose(answering.scores[-1])
 
     def _put(self, answering: Answering, begin: int) -> int:
         """Put the stored rows that begin at a row of a prompt into its sequence; return how many there are."""
@@ -288,8 +280,8 @@ class Decoding:
         """Do one answer's part; what goes wrong in it is that answer's alone."""
         try:
             if work(answering):
-                if answering.answers is not None:
-                    answering.answers.finish([answering.output])
+                if answering.outputs is not None:
+                    answering.outputs.finish([answering.output])
                 self._leave(answering)
         except Exception as error:  # handed to who asked for it
             self._leave(answering, error)

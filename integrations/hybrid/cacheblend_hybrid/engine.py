@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
-from cacheblend_hybrid.runner import StateRunner, states_of
-from cacheblend_hybrid.states import States
+from cacheblend_hybrid.backend import StateBackend, states_of
 from cacheblend_rag.chunk import Chunk, chunk_list, id_list
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.request import Request
-from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.model import Decoder, state_layers
+from cacheblend_rag.model import state_layers
 
 __all__ = ["HybridEngine"]
-
-logger = logging.getLogger(__name__)
 
 
 class HybridEngine(BlendEngine):
@@ -33,8 +24,8 @@ class HybridEngine(BlendEngine):
     by itself. Every other prompt is read in full, and its report says what it lacks. Unless the head is fixed (`FixedText`), the
     state stays in RAM.
 
-    `BlendEngine` makes it of such a model where this distribution is installed. The parameters are those of `BlendEngine`, and so
-    are the methods; `heads` lists the states as well. Prompts are answered one after the other.
+    `BlendEngine.from_pretrained` makes it of such a model where this distribution is installed. The parameters and methods are
+    those of `BlendEngine`; `heads` lists the states as well. Prompts are answered one after the other.
 
     Raises
     ------
@@ -42,43 +33,18 @@ class HybridEngine(BlendEngine):
         If ``config.strict`` is set, since the model cannot be blended.
     """
 
-    _states: States | None = None
+    _kind = StateBackend
 
-    def _make_runner(self) -> Runner:
-        if self._states is None:
-            return super()._make_runner()
-        return StateRunner(
-            self.model,
-            None,
-            self.unsupported_reason,
-            self._supply,
-            self.tuning,
-            self._prefixes,
-            states=self._states,
-            tokenizer=self.tokenizer,
-            namespace=self.namespace,
-            tenant=self.config.tenant or "",
-        )
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, **settings: Any) -> None:
+        super().__init__(model, tokenizer, **settings)
+        backend = self.backend
+        assert isinstance(backend, StateBackend)
+        backend.namespace, backend.tenant = self.namespace, self.config.tenant or ""
 
-    def _look_at_model(self) -> tuple[Decoder | None, str | None]:
-        kinds = ", ".join(state_layers(self.model))
-        reason = f"{type(self.model).__name__} has layers of type {kinds}, which keep no KV for each token"
-        if self.config.strict:
-            raise UnsupportedModelError(reason)
-        try:
-            with scheduler_of(self.model):
-                self._states = States(self.model)
-        except UnsupportedModelError as error:
-            reason = f"{reason}; {error}"
-        served = "only a document after a head is reused, other" if self._states else "its"
-        logger.warning("%s; %s prompts are prefilled in full", reason, served)
-        return None, reason
-
-    def _last_logits(self, request: Request, count: int) -> torch.Tensor:
-        if count > 1:
-            # After a state, the last token alone is computed as the model's own forward does it.
-            request = replace(request, blend=request.blend.replace(enabled=False))
-        return super()._last_logits(request, count)
+    @classmethod
+    def claims(cls, model: Any) -> bool:
+        """Whether that is a model with recurrent layers."""
+        return isinstance(model, PreTrainedModel) and bool(state_layers(model))
 
     def add(self, chunks: Iterable[Chunk], **options: Any) -> Any:
         chunks = chunk_list(chunks)

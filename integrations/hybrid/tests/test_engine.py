@@ -145,14 +145,14 @@ def test_a_chunk_that_is_deleted_while_it_is_read(
     make_hybrid: MakeHybrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_hybrid(store=tmp_path)
-    assert engine._states is not None
-    take = engine._states.take
+    states = engine.backend.states  # type: ignore[attr-defined]
+    take = states.take
 
     def deleting(cache: Any) -> Any:
         engine.delete(["b"])
         return take(cache)
 
-    monkeypatch.setattr(engine._states, "take", deleting)
+    monkeypatch.setattr(states, "take", deleting)
     engine.prefill(ask("a", "b"))
     assert gone(engine, tmp_path)
 
@@ -178,13 +178,17 @@ def test_a_model_that_does_not_go_on_after_its_states_is_read_in_full(make_hybri
 
 
 def test_the_engine_of_any_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = SimpleNamespace(load=lambda: HybridEngine)
-    monkeypatch.setattr("cacheblend_rag.engine.engine.entry_points", lambda group, name: [point])
-    for model, kind in ((hybrid("lfm2"), HybridEngine), (tiny_model("llama"), BlendEngine)):
-        with BlendEngine(model, tiny_tokenizer()) as engine:
-            assert type(engine) is kind
-    monkeypatch.setattr("cacheblend_rag.engine.engine.entry_points", lambda group, name: [])
-    with BlendEngine(hybrid("lfm2"), tiny_tokenizer()) as engine:
+    monkeypatch.setattr(
+        "cacheblend_rag.engine.engine.load_pretrained", lambda name, *_: (models[str(name)], tiny_tokenizer())
+    )
+    models = {"lfm2": hybrid("lfm2"), "llama": tiny_model("llama")}
+    for installed, kind in (([HybridEngine], HybridEngine), ([], BlendEngine)):
+        points = [SimpleNamespace(load=lambda kind=each: kind) for each in installed]
+        monkeypatch.setattr("cacheblend_rag.engine.backend.entry_points", lambda group, points=points: points)
+        for name in models:
+            with BlendEngine.from_pretrained(name) as engine:
+                assert type(engine) is (kind if name == "lfm2" else BlendEngine)
+    with BlendEngine(models["lfm2"], tiny_tokenizer()) as engine:
         assert 'the extra "hybrid"' in str(engine.unsupported_reason)
     with pytest.raises(UnsupportedModelError):
         HybridEngine(hybrid("lfm2"), tiny_tokenizer(), config=EngineConfig(strict=True))

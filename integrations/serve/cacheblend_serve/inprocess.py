@@ -69,7 +69,7 @@ def open_backend(wanted: Wanted) -> Iterator[EngineBackend]:
 def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
     """Begin an answer."""
     # A model that is not of transformers has no settings of its own.
-    own = engine.model.generation_config if isinstance(engine, BlendEngine) else GenerationConfig()
+    own = getattr(getattr(engine, "model", None), "generation_config", None) or GenerationConfig()
     most = asked.max_tokens or own.max_new_tokens or _ANSWER_TOKENS
     options: dict[str, Any] = {
         "max_new_tokens": min(most, asked.limit_tokens),

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
+import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import ModelCard
+from cacheblend_rag.rope import Rotation
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 
 __all__ = [
@@ -21,9 +23,11 @@ __all__ = [
     "asked_pieces",
     "asked_spool",
     "kv_transfer_config",
+    "read_card",
     "spool_params",
     "tokens_prompt",
     "transfer_params",
+    "write_card",
 ]
 
 REMOTE_VARIABLE, NAMES_VARIABLE = "CACHEBLEND_REMOTE", "CACHEBLEND_NAMES"
@@ -79,7 +83,7 @@ def kv_transfer_config(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "store": str(Path(store).expanduser().absolute()),
-            "card": card.to_dict(),
+            "card": write_card(card),
             "ram_bytes": ram_bytes,
             "precision": list(precision),
         },
@@ -123,4 +127,40 @@ def _read(form: TypeAdapter[Read], given: object, name: str) -> Read:
     except ValidationError as error:
         raise ConfigError(
             f"kv_transfer_params[{name!r}] cannot be read; make it by transfer_params or spool_params: {error}"
+        ) from error
+
+
+def write_card(card: ModelCard) -> dict[str, Any]:
+    """Return a card as JSON has it; `read_card` reads it."""
+    different = list({id(each): each for each in card.rotations if each is not None}.values())
+    numbers = {id(each): number for number, each in enumerate(different)}
+    return {
+        "identity": card.identity,
+        "window": card.window,
+        "rope_reach": card.rope_reach,
+        "dtype": str(card.dtype).removeprefix("torch."),
+        "shapes": [list(shape) for shape in card.shapes],
+        "rotations": [
+            {"inv_freq": each.inv_freq.tolist(), "layout": each.layout, "part": each.part} for each in different
+        ],
+        "layers": [None if each is None else numbers[id(each)] for each in card.rotations],
+    }
+
+
+def read_card(given: Mapping[str, Any]) -> ModelCard:
+    """Return the card that `write_card` wrote; `ConfigError` if it is none."""
+    try:
+        different = [
+            Rotation(torch.tensor(each["inv_freq"], dtype=torch.float32), each["layout"], each["part"])
+            for each in given["rotations"]
+        ]
+        heads = tuple((int(count), int(keys), int(values)) for count, keys, values in given["shapes"])
+        layers = tuple(None if number is None else different[number] for number in given["layers"])
+        dtype = getattr(torch, given["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{given['dtype']!r} is not a dtype")
+        return ModelCard(str(given["identity"]), given["window"], dtype, heads, layers, given["rope_reach"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"this is not a model card ({type(error).__name__}: {error}); give kv_transfer_config what BlendEngine.card() returns"
         ) from error

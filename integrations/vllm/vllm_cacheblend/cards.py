@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.engine.engine import engine_identity, look_at_model
+from cacheblend_rag.engine.huggingface import engine_identity, look_at_model
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
 from cacheblend_rag.model.checkpoint import default_dtype
 from cacheblend_rag.tuning import Tuning
-from vllm_cacheblend.asking import FULL, Precision
+from vllm_cacheblend.asking import FULL, Precision, read_card, write_card
 
 __all__ = ["card_of", "precision_of"]
 
@@ -45,14 +45,14 @@ def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precisio
     said = [known, str(config.dtype), *([] if is_full else precision)]
     path = store / f"card-{hashlib.blake2b(json.dumps(said).encode(), digest_size=12).hexdigest()}.json"
     try:
-        return ModelCard.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return read_card(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         pass
     if is_full:
         # As the engine of this machine would run it; only its weights are wanted here, so not on a device.
         dtype = config.torch_dtype() or default_dtype(str(folder), "cuda" if torch.cuda.is_available() else "cpu")
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-        identity = engine_identity(model, AutoTokenizer.from_pretrained(str(folder)), private=False)
+        identity = engine_identity(model, AutoTokenizer.from_pretrained(str(folder)))
     else:
         model = _outline(folder, config)
         identity = _file_identity(files, f"{precision}|{model.dtype}")
@@ -64,7 +64,7 @@ def card_of(folder: Path, config: EngineConfig, store: Path, precision: Precisio
             "without this package"
         )
     card = ModelCard.of(decoder, identity, model_window(model))
-    replace_text(path, json.dumps(card.to_dict()))
+    replace_text(path, json.dumps(write_card(card)))
     return card
 
 

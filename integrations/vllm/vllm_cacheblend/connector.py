@@ -26,9 +26,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 
 from cacheblend_rag.errors import BackendError, CacheBlendError
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import open_store
-from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, Precision, asked_pieces, asked_spool
+from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, Precision, asked_pieces, asked_spool, read_card
 from vllm_cacheblend.fitting import check_blocks, check_fit, check_release
 from vllm_cacheblend.loading import BlockIds, Load, first_held, groups_of, heads_of, load_prefix, slots_of
 from vllm_cacheblend.spooling import BlockReader, Spool, spool_folder, write_spool
@@ -60,7 +59,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_release(vllm.__version__)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        self._card = card = ModelCard.from_dict(extra["card"])
+        self._card = card = read_card(extra["card"])
         check_fit(vllm_config, kv_cache_config, card, Precision(*extra["precision"]))
         self._groups = groups_of(kv_cache_config)
         self._waits = len(self._groups) > 1

@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.engine.scheduler import Patience, Scheduler
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import ModelCard
@@ -84,10 +84,6 @@ class _NoLock(Scheduler):
 
     def __exit__(self, *exception: object) -> None:
         pass
-
-    @contextmanager
-    def within(self, patience: Patience) -> Iterator[None]:
-        yield
 
     @contextmanager
     def after_others(self) -> Iterator[None]:

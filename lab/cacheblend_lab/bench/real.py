@@ -139,7 +139,7 @@ def _alone(engine: BlendEngine) -> tuple[Answer, Answer]:
         def generate(ids: Sequence[int], count: int) -> None:
             given = torch.tensor([list(ids)])
             options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            engine.model.generate(given, attention_mask=torch.ones_like(given), **options)  # type: ignore[operator]
+            engine.model.generate(given, attention_mask=torch.ones_like(given), **options)
 
         return generate, generate
     import llama_cpp

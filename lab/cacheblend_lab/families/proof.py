@@ -14,18 +14,20 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from cacheblend_lab.families.capability import capability
 from cacheblend_lab.families.tiny import VOCABULARY, tiny_config, tiny_model
 from cacheblend_lab.family_table import FamilyRow
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine.backend import engine_class
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache, capability, text_decoder
+from cacheblend_rag.model import Decoder, KVCache, text_decoder
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
@@ -88,7 +90,9 @@ def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
         return Proof(why)
     # The prompt's first chunk stands where it was encoded, but after other text.
     config = EngineConfig(preamble=_words(4, 9), prefix_bytes=0)
-    with BlendEngine(model, _tokenizer(), config=config) as engine:
+    # That of models with recurrent layers, where it is installed.
+    kind = engine_class(model) or BlendEngine
+    with kind(model, _tokenizer(), config=config) as engine:
         differences: list[tuple[str, float]] = []
         if engine.decoder is not None:
             differences += [("oracle", _oracle(engine.decoder)), ("shift", _shift(engine.decoder))]

@@ -8,8 +8,16 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.model.attention import AttentionCall, watch_attention
-from cacheblend_rag.model.decoder import REACHES, Decoder, inspect_model, layer_types, num_decoder_layers, rope_types
+from cacheblend_rag.model import (
+    REACHES,
+    AttentionCall,
+    Decoder,
+    inspect_model,
+    layer_types,
+    num_decoder_layers,
+    watch_attention,
+)
+from cacheblend_rag.model.decoder import rope_types
 
 __all__ = ["Capability", "LayerCapability", "capability"]
 

@@ -1,0 +1,262 @@
+"""Decoding prompts together: those of one call and those of others that wait, in padded batches, as far as that is exact."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cacheblend_rag.engine.decode import OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, end_ids
+from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.request import Request
+from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
+from cacheblend_rag.fuse.selfcheck import check_batching
+from cacheblend_rag.model import PaddedBatch
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engine.huggingface import TransformersBackend
+
+__all__ = ["Batcher", "options_of_each"]
+
+logger = logging.getLogger(__name__)
+
+# Options of transformers' generate that mean the same for a row of a padded batch as for a prompt of its own.
+_BY_ROW = frozenset(
+    """
+    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation do_sample eos_token_id epsilon_cutoff eta_cutoff
+    max_new_tokens min_new_tokens min_p num_beams num_return_sequences pad_token_id remove_invalid_values renormalize_logits
+    repetition_penalty stop_strings suppress_tokens temperature tokenizer top_h top_k top_p typical_p use_cache
+    """.split()
+).union(OBJECT_OPTIONS)  # of which every row gets its own
+_DEFAULT_NEW_TOKENS = 256
+# What a checkpoint's generation settings may say besides, to no effect here.
+_WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
+
+
+class Batcher:
+    """Answers prompts on one model, those that may be decoded together in batches of like length."""
+
+    def __init__(self, backend: TransformersBackend) -> None:
+        self._backend = backend
+        self._batch_tokens = backend.tuning.decode_batch_tokens
+        self._self_check = backend.tuning.self_check
+        self._refused: str | None = None
+
+    def answer(
+        self, requests: Sequence[Request], batch_size: int | None
+    ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
+        """Answer the prompts of one call, and with them those of others that wait, each in its thread; see `Backend.answer`."""
+        scheduler, is_single = self._backend.scheduler, len(requests) == 1
+        deadline = min((each.deadline for each in requests), default=math.inf)
+        left = sorted(requests, key=lambda each: len(each.prompt.layout), reverse=True)
+        while left:
+            is_nested = scheduler.is_mine
+            try:
+                # A single prompt may be picked by who has the model.
+                place = (self, left[0]) if is_single else None
+                if not scheduler.take(place, deadline, lambda: left[0].is_given_up):
+                    yield left[0], _outcome(left[0])
+                    return
+            except CacheBlendError as error:
+                yield from ((request, error) for request in left)
+                return
+            deadline = math.inf
+            try:
+                if len(left) == len(requests) > 1 and batch_size != 1:
+                    reason = next(filter(None, map(self._alone_reason, left)), None)
+                    for request in left:
+                        request.state.figures["alone_reason"] = reason
+                    batch_size = batch_size if reason is None else 1
+                group = [left.pop(0)]
+                self._fill(group, left, batch_size)
+                own = len(group)
+                answers = self._answers(group, own, joins=is_single and not is_nested)
+            finally:
+                scheduler.leave()
+            yield from zip(group[:own], answers[:own], strict=True)
+
+    def _answers(self, group: list[Request], own: int, *, joins: bool) -> Sequence[GenerationResult | Exception]:
+        """Answer prompts together, of which the first are of this call; others that wait may join, and get their answers here."""
+        try:
+            if joins:
+                self._join(group)
+            answers = self._together(group)
+        except BaseException as error:
+            for other in group[own:]:
+                why = f"the call that this one was answered with was ended by {type(error).__name__}; try again"
+                other.answer.set_result(CacheBlendError(why))
+            raise
+        for other, answer in zip(group[own:], answers[own:], strict=True):
+            other.answer.set_result(answer)
+        return answers
+
+    def _join(self, group: list[Request]) -> None:
+        """Take out of the line those that may be decoded with a prompt, the oldest first, as far as there is room."""
+        line = self._backend.scheduler.queue if self._backend.scheduler.wanted else ()
+        waiting = [each[1] for each in line if isinstance(each, tuple) and each[0] is self]
+        if waiting and self._solo_reason(group[0]) is None:
+            self._fill(group, [each for each in waiting if self._agree(group[0], each)], None, picks=True)
+
+    def _agree(self, one: Request, other: Request) -> bool:
+        """Whether a call that waits may be decoded with another one."""
+        mine, theirs = (
+            {name: (type(value), value) for name, value in each.options.items() if name not in OBJECT_OPTIONS}
+            for each in (one, other)
+        )
+        try:
+            return not other.is_given_up and mine == theirs and self._solo_reason(other) is None
+        except Exception:  # of its own options; it is told when its turn comes
+            return False
+
+    def _solo_reason(self, request: Request) -> str | None:
+        """Return why a call is not decoded with other calls, or None."""
+        # Objects that are not ours could hold up the others.
+        brought = [each for name in OBJECT_OPTIONS for each in request.options.get(name) or ()]
+        if not all(getattr(each, "is_of_one_answer", False) for each in brought):
+            return "it has processor or criteria objects of its own"
+        return self._alone_reason(request)
+
+    def _fill(self, group: list[Request], waiting: list[Request], most: int | None, picks: bool = False) -> None:
+        """Move those that wait into a group, as far as there is room: a row that has ended goes on to the longest one's end."""
+        if not waiting:
+            return
+        width, end, limit = map(max, zip(*map(self._sizes, group), strict=True))
+        window = math.inf if self._backend.window is None else self._backend.window
+        for other in list(waiting):
+            sizes = self._sizes(other)
+            wider, later, longer = max(width, sizes[0]), max(end, sizes[1]), max(limit, sizes[2])
+            fits = later + longer <= window and (len(group) + 1) * (wider + longer) <= self._batch_tokens
+            # It may have left the line meanwhile.
+            if fits and len(group) != most and (not picks or self._backend.scheduler.pick((self, other))):
+                width, end, limit = wider, later, longer
+                waiting.remove(other)
+                group.append(other)
+
+    def _sizes(self, request: Request) -> tuple[int, int, int]:
+        """Return the tokens of a prompt, the position after it, and the most tokens of its answer, within the model's window."""
+        own = self._backend.model.generation_config.max_new_tokens
+        limit, layout = int(request.max_new_tokens or own or _DEFAULT_NEW_TOKENS), request.prompt.layout
+        window = self._backend.window
+        limit = limit if window is None else min(limit, window - max(len(layout), layout.end_position))
+        return len(layout), layout.end_position, limit
+
+    def _together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
+        """Answer prompts in one batch, whose options differ in objects and limits only; one by one if that fails."""
+        try:
+            return self._batch(requests)
+        except Exception as error:  # of a single prompt its own; whose fault it is otherwise, they find out one by one
+            if len(requests) == 1:
+                return [error]
+            # Its frames hold what the batch held, which is to be gone before anything else is computed.
+            failure = error.with_traceback(None)
+        answers: list[GenerationResult | Exception] = []
+        for request in requests:
+            if request.state.has_shown:
+                # What was read of it cannot be begun anew.
+                answers.append(CacheBlendError(f"an answer that had begun was cut off: {failure}; try again"))
+            else:
+                answers.extend(self._together([request]))
+        lacks_memory = isinstance(failure, torch.OutOfMemoryError)
+        # What lacks memory alone as well is not too many prompts.
+        if lacks_memory and not any(isinstance(each, torch.OutOfMemoryError) for each in answers):
+            self._batch_tokens //= 2
+            logger.warning(
+                "not enough memory to decode %d prompts together; from now on %d tokens at most, with their answers, are",
+                len(requests),
+                self._batch_tokens,
+            )
+        return answers
+
+    def _batch(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
+        """Answer prompts: a single one goes on in its own cache, several in one padded batch."""
+        backend = self._backend
+        limits = [self._sizes(request)[2] for request in requests]
+        outputs = Outputs(backend.tokenizer, requests, limits, end_ids(backend.model, requests[0].options))
+        if len(requests) == 1:
+            with backend.prefill(requests[0], limits[0]) as prefilled:
+                decode(backend.model, backend.tokenizer, prefilled, outputs)
+        elif (prompts := self._prefill(requests, outputs)) is not None:
+            decode(backend.model, backend.tokenizer, prompts, outputs)
+        for request in requests:
+            request.state.figures["batch_size"] = len(requests)
+        return [outputs.result(row, backend.num_layers) for row in range(len(requests))]
+
+    def _prefill(self, requests: Sequence[Request], outputs: Outputs) -> Prefilled | None:
+        """Prefill prompts one after the other into a padded batch; one that fails or was given up is dropped."""
+        layouts = [request.prompt.layout for request in requests]
+        batch = PaddedBatch(
+            [layout.token_ids for layout in layouts],
+            [layout.positions for layout in layouts],
+            min(max(outputs.limits), ROOM_FOR_OUTPUT),
+        )
+        self._backend.encode_misses([request for request in requests if not request.is_given_up])
+        for row, request in enumerate(requests):
+            try:
+                with self._backend.prefill(request, 0) as prefilled:
+                    assert prefilled.logits is not None
+                    batch.take(row, prefilled.cache, prefilled.logits[-1])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # handed to who asked for this row
+                outputs.drop(row, error)
+            request.state.forward_ended = time.perf_counter()
+        if len(outputs.errors) == len(requests):
+            return None
+        return Prefilled(*batch.filled(self._backend.model.device))
+
+    def _alone_reason(self, request: Request) -> str | None:
+        """Return why a prompt cannot be decoded together with others, or None; asked by who has the model."""
+        decoder = self._backend.decoder
+        if decoder is None:
+            return "the model cannot be blended, and may not decode several prompts as it decodes one"
+        if decoder.rope_reach is not None:
+            return "the rotary frequencies of the model depend on the longest prompt that it reads"
+        if (reason := self._backend.alone_reason(request)) is not None:
+            return reason
+        own = self._backend.model.generation_config.to_diff_dict()
+        given = {name: value for name, value in request.options.items() if value is not None}
+        for name, value in (own | given).items():
+            # What is 0, False or empty is switched off.
+            if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
+                return f"the generation option {name}={value!r} may read the padding of a batch"
+        if self._self_check:
+            try:
+                check_batching(decoder)
+            except UnsupportedModelError as error:
+                self._refused = str(error)
+            self._self_check = False
+        return self._refused
+
+
+def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the options of each of that many prompts."""
+    each = [dict(options) for _ in range(count)]
+    for name in OBJECT_OPTIONS:
+        objects = list(options.get(name) or ())
+        if not any(isinstance(given, list | tuple) for given in objects):
+            own = [[copy.copy(given) for given in objects] for _ in range(count)]
+        elif len(objects) == count and all(isinstance(given, list | tuple) for given in objects):
+            own = [list(given) for given in objects]
+        else:
+            raise ConfigError(
+                f"{name} is a list of {len(objects)} for {count} prompts; give objects for all of them, or one list for each "
+                "prompt"
+            )
+        for mine, objects in zip(each, own, strict=True):
+            mine.pop(name, None)
+            mine |= {name: objects} if objects else {}
+    return each
+
+
+def _outcome(request: Request) -> GenerationResult | Exception:
+    """Wait for the answer that another thread computes."""
+    try:
+        return request.answer.result()
+    except BaseException:
+        request.stop.set()
+        raise
