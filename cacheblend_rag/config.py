@@ -9,14 +9,15 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from reprlib import Repr
+from textwrap import shorten
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
+import yaml
 from pydantic import Field, PlainSerializer, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.files import load_yaml, read_yaml_text
 
 __all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean", "warn_of_unknown_variables"]
 
@@ -29,6 +30,7 @@ SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
 # Of a message, however long the values that it speaks of.
 _PROBLEMS_SHOWN = 5
 _NAME_SHOWN = 60
+_REASON_SHOWN = 300
 _shown = Repr()
 _shown.maxstring = _shown.maxother = 100
 _log = logging.getLogger(__name__)
@@ -84,7 +86,10 @@ class SettingsBase(BaseSettings):
         ConfigError
             If the file cannot be read, is not a mapping, or holds a name or a value that is not a setting.
         """
-        values = load_yaml(read_yaml_text(Path(path)), str(path))
+        try:
+            values = yaml.safe_load(Path(path).read_bytes().decode())
+        except Exception as error:  # PyYAML raises what it meets: values that are not what their tags say
+            raise ConfigError(f"settings file {path} cannot be read: {shorten(str(error), _REASON_SHOWN)}") from None
         values = {} if values is None else values
         if not isinstance(values, Mapping):
             raise ConfigError(

@@ -9,7 +9,6 @@ __all__ = [
     "CacheBlendError",
     "ChunkReadError",
     "ConfigError",
-    "DatasetError",
     "EmptyChunkError",
     "PMLError",
     "PromptError",
@@ -30,7 +29,7 @@ class CacheBlendError(Exception):
 
 
 class ConfigError(CacheBlendError, ValueError):
-    """A setting is invalid, or contradicts another one."""
+    """A setting, or a file that holds settings or questions, is invalid, or contradicts another one."""
 
 
 class PromptError(CacheBlendError):
@@ -101,10 +100,6 @@ class StructuredOutputError(CacheBlendError, ValueError):
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
         self.text = text
-
-
-class DatasetError(CacheBlendError, ValueError):
-    """A data set of an evaluation cannot be read: its file, its format or one of its records; the message says where."""
 
 
 class UnsupportedModelError(CacheBlendError):
