@@ -45,7 +45,6 @@ class SettingsBase(BaseSettings):
 
     kinds: ClassVar[dict[str, type[SettingsBase]]] = {}
     """The class that has each setting, by the setting's name."""
-    lifetime: ClassVar[str]
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -126,7 +125,7 @@ class SettingsBase(BaseSettings):
                 shown = "" if name in ("settings", "remote", "names") else f"={_shown.repr(item.get('input'))}"
                 problems.append(f"{name}{shown}: {message}")
             elif (other := cls.kinds.get(name)) is not None:
-                problems.append(f"{name} is {other.lifetime}; give it in {other.__name__}({name}=...)")
+                problems.append(f"{name} is a setting of {other.__name__}; give it in {other.__name__}({name}=...)")
             else:
                 known = ", ".join(sorted(cls.model_fields))
                 problems.append(f"unknown setting {name}{did_you_mean(name, cls.kinds)}; {cls.__name__} has {known}")
@@ -220,8 +219,6 @@ class EngineConfig(SettingsBase):
         If a name is unknown or a value is invalid.
     """
 
-    lifetime = "fixed when an engine is made"
-
     device: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     strict: bool = False
@@ -293,8 +290,6 @@ class BlendConfig(SettingsBase):
         If a name is unknown or a value is invalid. What depends on the model (the selector, layers) is checked when an engine
         is created.
     """
-
-    lifetime = "a per-call setting"
 
     enabled: bool = True
     recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
