@@ -348,11 +348,8 @@ PROMPT_KEY = "cacheblend_prompt"
 """Key under which a text (an attribute) or a message (`additional_kwargs`) carries a prompt, as of `cacheblend_pml`."""
 
 
-def carried_prompt(given: Sequence[Any], **beside: object) -> Any:
-    """Return the prompt that a text or messages of either framework carry, if they do; `PromptError` for anything beside it.
-
-    Its method `blend` makes a `BlendPrompt` of it for an engine.
-    """
+def carried_prompt(given: Sequence[Any], engine: Any, **beside: object) -> BlendPrompt | None:
+    """Return for an engine the prompt that a text or messages of either framework carry; `PromptError` for anything beside it."""
     if isinstance(given, str):
         found: list[Any] = [getattr(given, PROMPT_KEY)] if hasattr(given, PROMPT_KEY) else []
     else:
@@ -367,7 +364,8 @@ def carried_prompt(given: Sequence[Any], **beside: object) -> Any:
             "put messages and the model's system prompt into the schema or the prompt, as <system>, <user> and <assistant>, and "
             "documents in the place of a module (PMLPromptTemplate, documents=)"
         )
-    return found[0]
+    prompt: BlendPrompt = found[0].blend(engine)
+    return prompt
 
 
 def is_part(id: str) -> bool:
