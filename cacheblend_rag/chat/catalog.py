@@ -62,10 +62,13 @@ class ChunkFinder:
             if head is None:
                 continue
             del self._ids[digest][id]
-            self._lengths[head] -= Counter([length])
             if not self._ids[digest]:
                 del self._ids[digest]
-            if not self._lengths[head]:
+            lengths = self._lengths[head]
+            lengths[length] -= 1
+            if not lengths[length]:
+                del lengths[length]
+            if not lengths:
                 del self._lengths[head]
 
     def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
