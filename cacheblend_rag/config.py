@@ -9,14 +9,15 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from reprlib import Repr
+from textwrap import shorten
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
+import yaml
 from pydantic import Field, PlainSerializer, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.files import load_yaml, read_yaml_text
 
 __all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean", "warn_of_unknown_variables"]
 
@@ -29,6 +30,7 @@ SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
 # Of a message, however long the values that it speaks of.
 _PROBLEMS_SHOWN = 5
 _NAME_SHOWN = 60
+_REASON_SHOWN = 300
 _shown = Repr()
 _shown.maxstring = _shown.maxother = 100
 _log = logging.getLogger(__name__)
@@ -43,7 +45,6 @@ class SettingsBase(BaseSettings):
 
     kinds: ClassVar[dict[str, type[SettingsBase]]] = {}
     """The class that has each setting, by the setting's name."""
-    lifetime: ClassVar[str]
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -84,7 +85,10 @@ class SettingsBase(BaseSettings):
         ConfigError
             If the file cannot be read, is not a mapping, or holds a name or a value that is not a setting.
         """
-        values = load_yaml(read_yaml_text(Path(path)), str(path))
+        try:
+            values = yaml.safe_load(Path(path).read_bytes().decode())
+        except Exception as error:  # PyYAML raises what it meets: values that are not what their tags say
+            raise ConfigError(f"settings file {path} cannot be read: {shorten(str(error), _REASON_SHOWN)}") from None
         values = {} if values is None else values
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -121,7 +125,7 @@ class SettingsBase(BaseSettings):
                 shown = "" if name in ("settings", "remote", "names") else f"={_shown.repr(item.get('input'))}"
                 problems.append(f"{name}{shown}: {message}")
             elif (other := cls.kinds.get(name)) is not None:
-                problems.append(f"{name} is {other.lifetime}; give it in {other.__name__}({name}=...)")
+                problems.append(f"{name} is a setting of {other.__name__}; give it in {other.__name__}({name}=...)")
             else:
                 known = ", ".join(sorted(cls.model_fields))
                 problems.append(f"unknown setting {name}{did_you_mean(name, cls.kinds)}; {cls.__name__} has {known}")
@@ -209,8 +213,6 @@ class EngineConfig(SettingsBase):
         If a name is unknown or a value is invalid.
     """
 
-    lifetime = "fixed when an engine is made"
-
     device: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     strict: bool = False
@@ -280,8 +282,6 @@ class BlendConfig(SettingsBase):
         If a name is unknown or a value is invalid. What depends on the model (the selector, layers) is checked when an engine
         is created.
     """
-
-    lifetime = "a per-call setting"
 
     enabled: bool = True
     recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)

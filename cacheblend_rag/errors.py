@@ -1,26 +1,5 @@
 """The errors that cacheblend-rag raises on purpose.
 
-::
-
-    CacheBlendError
-    ├── ConfigError               a setting is invalid, or contradicts another (also a ValueError)
-    ├── PromptError               a prompt, or a chunk in it, cannot be served
-    │   ├── UnknownChunkError     a chunk id that was never added, or was deleted (also a KeyError)
-    │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
-    │   └── PromptTooLongError    more tokens than the model's window holds
-    ├── PMLError                  a schema or a prompt in PML is wrong; the message says where (also a ValueError)
-    ├── BackendError              the server that answers in this one's place has ended, or cannot be reached
-    ├── AnswerTimeoutError        an answer was not finished in the time that the caller allowed (also a TimeoutError)
-    ├── StructuredOutputError     an answer is not of the form that was asked for; it says what the model wrote (a ValueError)
-    ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
-    ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
-    └── StoreError                the chunk KV store cannot do what it was asked to do
-        ├── StoreFormatError      the folder is no store, or one in a format that this version does not read
-        ├── StoreFullError        the disk, or the store's byte budget, has no room
-        ├── StoreReadOnlyError    a write to a folder that is not writable
-        ├── RemoteUnavailableError  a remote tier is down, slow or full; what it holds is a miss (also an OSError)
-        └── ChunkReadError        stored KV is missing or damaged; the engine treats it as a miss
-
 Every message says what was wrong, with which value, and what to do about it.
 """
 
@@ -30,7 +9,6 @@ __all__ = [
     "CacheBlendError",
     "ChunkReadError",
     "ConfigError",
-    "DatasetError",
     "EmptyChunkError",
     "PMLError",
     "PromptError",
@@ -51,7 +29,7 @@ class CacheBlendError(Exception):
 
 
 class ConfigError(CacheBlendError, ValueError):
-    """A setting is invalid, or contradicts another one."""
+    """A setting, or a file that holds settings or questions, is invalid, or contradicts another one."""
 
 
 class PromptError(CacheBlendError):
@@ -122,10 +100,6 @@ class StructuredOutputError(CacheBlendError, ValueError):
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
         self.text = text
-
-
-class DatasetError(CacheBlendError, ValueError):
-    """A data set of an evaluation cannot be read: its file, its format or one of its records; the message says where."""
 
 
 class UnsupportedModelError(CacheBlendError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from cacheblend_rag.thoughts import Thinking, Thought, begun
 
-__all__ = ["Spelling", "StopCutter", "acut_pieces", "cut_at_stop", "cut_pieces"]
+__all__ = ["Spelling", "StopCutter", "cut_at_stop", "cut_pieces"]
 
 # What a decoder writes for the bytes of a character that is not whole.
 _UNFINISHED = "\ufffd"
@@ -88,12 +88,3 @@ def cut_pieces(pieces: Iterable[str], cutter: StopCutter) -> Generator[str, None
     for piece in pieces:
         yield from cutter.feed(piece)
     yield from cutter.feed("", is_last=True)
-
-
-async def acut_pieces(pieces: AsyncIterable[str], cutter: StopCutter) -> AsyncGenerator[str, None]:
-    """Async version of `cut_pieces`."""
-    async for piece in pieces:
-        for shown in cutter.feed(piece):
-            yield shown
-    for shown in cutter.feed("", is_last=True):
-        yield shown

@@ -16,7 +16,7 @@ PUBLIC = {name: set(importlib.import_module(name).__all__) for name in PACKAGES}
 PUBLIC["cacheblend_rag.errors"] = set(importlib.import_module("cacheblend_rag.errors").__all__)
 MODULES = {
     "cacheblend_attachments": set(
-        "CompareAnswers Repair SnapKV SourceAttention calibrate calibrate_asking choose_ratio inspector_page".split()
+        "CompareAnswers Repair SnapKV SourceAttention calibrate calibrate_asking inspector_page".split()
     ),
     "cacheblend_pml": set("Import Module Param Prompt Role Scaffold Schema Schemas Turn Union".split()),
     "cacheblend_rag.selection": {"FixedSelection", "LayerProbe", "SelectionTask"},

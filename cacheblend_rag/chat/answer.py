@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendStream, Engine, GenerationResult, StopStrings
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.stops import StopCutter, acut_pieces, cut_at_stop, cut_pieces
+from cacheblend_rag.stops import StopCutter, cut_at_stop, cut_pieces
 from cacheblend_rag.thoughts import Thinking
 
 __all__ = ["Answer", "Deadline", "Ending", "ModelCall", "calls_made"]
@@ -137,10 +137,13 @@ class Ending:
 
     async def apieces(self, stream: BlendStream) -> AsyncGenerator[str | Answer, None]:
         """Async version of `pieces`; the generation ends soon after reading stops."""
+        cutter = StopCutter(self.stop, self.thinking)
         try:
-            async with aclosing(acut_pieces(stream, StopCutter(self.stop, self.thinking))) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async for piece in stream:
+                for shown in cutter.feed(piece):
+                    yield shown
+            for shown in cutter.feed("", is_last=True):
+                yield shown
             yield self.read(await stream.aresult())
         finally:
             stream.close()

@@ -6,22 +6,85 @@ import logging
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, is_part, text_hash
 from cacheblend_rag.engine import Library
 from cacheblend_rag.errors import BackendError, StoreError
 from cacheblend_rag.lexer import MARK, lexer_of
 from cacheblend_rag.store.base import NameChanges
 
-__all__ = ["ChunkCatalog", "catalog_of"]
+__all__ = ["HEAD_CHARS", "ChunkCatalog", "ChunkFinder", "catalog_of"]
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 1000
+HEAD_CHARS = 16
+"""Number of leading characters that a text is recognised by; shorter texts are not found."""
+
+
+class Match(NamedTuple):
+    """A known text that stands at ``text[start:stop]``, and all of its ids."""
+
+    start: int
+    stop: int
+    ids: tuple[str, ...]
+
+
+class ChunkFinder:
+    """Finds every known text that occurs verbatim in a longer one; not thread-safe."""
+
+    def __init__(self) -> None:
+        # Of each id its text's digest, by which it is known again, and its beginning and length: (None, 0) of what is not found.
+        self.entries: dict[str, tuple[str, str | None, int]] = {}
+        self._ids: dict[str, dict[str, None]] = {}
+        # How many texts of each length begin alike.
+        self._lengths: dict[str, Counter[int]] = {}
+
+    def add(self, id: str, digest: str, text: str) -> None:
+        """Make a text and its digest known in place of an earlier one of this id; what is too short is known, but not found."""
+        self.remove([id])
+        if len(text) < HEAD_CHARS:
+            self.entries[id] = digest, None, 0
+            return
+        head = text[:HEAD_CHARS]
+        self.entries[id] = digest, head, len(text)
+        self._ids.setdefault(digest, {})[id] = None
+        self._lengths.setdefault(head, Counter())[len(text)] += 1
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Make texts unknown; ids that are not known do no harm."""
+        for id in ids:
+            digest, head, length = self.entries.pop(id, ("", None, 0))
+            if head is None:
+                continue
+            del self._ids[digest][id]
+            if not self._ids[digest]:
+                del self._ids[digest]
+            lengths = self._lengths[head]
+            lengths[length] -= 1
+            if not lengths[length]:
+                del lengths[length]
+            if not lengths:
+                del self._lengths[head]
+
+    def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
+        """Return where known texts of `min_chars` or more stand in `text`, in order; of those that overlap, the longest."""
+        found: list[Match] = []
+        for start in range(len(text) - HEAD_CHARS + 1):
+            for length in self._lengths.get(text[start : start + HEAD_CHARS], ()):
+                if min_chars <= length <= len(text) - start:
+                    digest = text_hash(text[start : start + length])
+                    if digest in self._ids:
+                        found.append(Match(start, start + length, tuple(self._ids[digest])))
+        chosen: list[Match] = []
+        for match in sorted(found, key=lambda match: (match.start - match.stop, match.start)):
+            if all(match.stop <= other.start or other.stop <= match.start for other in chosen):
+                chosen.append(match)
+        return sorted(chosen)
 
 
 class ChunkCatalog:
@@ -29,7 +92,6 @@ class ChunkCatalog:
 
     def __init__(self) -> None:
         self._finder = ChunkFinder()
-        self._passed_over: dict[str, str] = {}
         # Which name has which number, as `Library.changes` counts them.
         self._names: dict[int, str] = {}
         self._mark: int | None = None
@@ -87,7 +149,7 @@ class ChunkCatalog:
 
     def _take_in(self, engine: Library, changes: NameChanges) -> None:
         if changes.whole:
-            before = self._finder.ids() | self._passed_over.keys()
+            before = set(self._finder.entries)
             self._names = {}
         else:
             # What a number stood for: it may be gone, or stand for another name now.
@@ -95,13 +157,8 @@ class ChunkCatalog:
         self._names.update((number, id) for number, id, _ in changes.names if id is not None)
         # The text of a part is a label.
         live = {id: text for _, id, text in changes.names if id is not None and text is not None and not is_part(id)}
-        gone = before - live.keys()
-        self._finder.remove(gone)
-        for id in gone:
-            self._passed_over.pop(id, None)
-        fresh = [
-            id for id, digest in live.items() if digest not in (self._finder.digest(id), self._passed_over.get(id))
-        ]
+        self._finder.remove(before - live.keys())
+        fresh = [id for id, digest in live.items() if digest != self._finder.entries.get(id, ("",))[0]]
         for start in range(0, len(fresh), _BATCH):
             self._learn(engine, fresh[start : start + _BATCH])
         self._mark = changes.mark
@@ -109,25 +166,17 @@ class ChunkCatalog:
     def _learn(self, engine: Library, ids: Sequence[str]) -> None:
         """Take in chunks that are new or have another text than before."""
         records = [record for record in engine.records(ids) if record is not None]
-        fresh: list[tuple[str, str]] = []
         texts = lexer_of(engine.tokenizer).texts([record.token_ids for record in records])
         for record, text in zip(records, texts, strict=True):
-            id = record.id
             readable = text_hash(text) == record.text_hash
-            if readable and len(text) >= HEAD_CHARS:
-                self._passed_over.pop(id, None)
-                fresh.append((id, text))
-            else:
-                self._finder.remove([id])
-                self._passed_over[id] = record.text_hash
+            self._finder.add(record.id, record.text_hash, text if readable else "")
             if not readable and not self._warned:
                 self._warned = True
                 logger.warning(
                     "the text of chunk %r cannot be restored from its tokens with this tokenizer, so it is not found in plain "
                     "prompts; pass documents as blocks (documents_to_blocks) to reuse such chunks (this warning is not repeated)",
-                    id,
+                    record.id,
                 )
-        self._finder.add(fresh)
 
 
 def _with_question(segments: list[Segment], begin: int, asked: str, tokenizer: Any) -> list[Segment]:

@@ -18,7 +18,7 @@ from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
-from cacheblend_rag.errors import CacheBlendError, ConfigError, DatasetError, UnknownChunkError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, UnknownChunkError
 
 __all__ = ["app"]
 
@@ -56,7 +56,7 @@ class _Commands(TyperGroup):
                 return super().invoke(ctx)
         except CacheBlendError as error:
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2 if isinstance(error, ConfigError | DatasetError | UnknownChunkError) else 1) from error
+            raise typer.Exit(2 if isinstance(error, ConfigError | UnknownChunkError) else 1) from error
 
 
 app = typer.Typer(

@@ -25,7 +25,7 @@ __all__ = ["ask"]
 
 def ask(
     question: QuestionArgument,
-    store: LibraryOption = Path(".cacheblend"),
+    folder: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     top_k: TopKOption = 6,
     ratio: RatioOption = None,
@@ -36,7 +36,7 @@ def ask(
     json_file: JsonOption = None,
 ) -> None:
     """Answer a question from the warmed documents, by blended prefill."""
-    with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
+    with warmed(folder, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
         found = library.search(question, top_k)
         results = print_answer(engine, library.prompt(question, found), max_new_tokens, stream=stream, compare=compare)
         embedding = library.embedding.name

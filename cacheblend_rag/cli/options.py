@@ -49,7 +49,7 @@ QuestionArgument = Annotated[str, typer.Argument(callback=_asked, help="What to 
 _MODEL = "A Hugging Face id, a folder or a GGUF file"
 ModelOption = Annotated[str, typer.Option("--model", metavar="NAME", help=f"{_MODEL}.")]
 StoredModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help=f"{_MODEL}; by default the store's.")
+    str | None, typer.Option("--model", metavar="NAME", help=f"{_MODEL}; by default the library's.")
 ]
 _LIBRARY = "The folder with the passages (chroma) and their KV (kv)."
 LibraryOption = Annotated[Path, typer.Option("--library", metavar="DIR", file_okay=False, help=_LIBRARY)]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_TOKENS", "needs_documents", "texts_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
-"""Maximum tokens of a passage, unless the store or an option says otherwise."""
+"""Maximum tokens of a passage, unless the library or an option says otherwise."""
 
 
 def warm(
@@ -44,11 +44,12 @@ def warm(
         list[Path],
         typer.Argument(metavar="PATH...", exists=True, help="Files, and folders: text, Markdown, PDF, DOCX and HTML."),
     ],
-    store: LibraryOption = Path(".cacheblend"),
+    folder: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Maximum tokens of a passage; by default the store's, or {CHUNK_TOKENS}.")
+        int | None,
+        typer.Option(min=1, help=f"Maximum tokens of a passage; by default the library's, or {CHUNK_TOKENS}."),
     ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Print the bytes of KV and the time that it would take, and stop.")
@@ -60,29 +61,29 @@ def warm(
     Unchanged files are not encoded again; changed files are replaced, and removed files deleted. If a run is stopped, in
     whatever way, the next run finishes it.
     """
-    known = LibrarySettings.load(store)
+    known = LibrarySettings.load(folder)
     texts, left_out = texts_of(paths, may_be_none=known is not None)
     name = model or (known.model if known else None)
     if name is None:
-        raise typer.BadParameter(f"there is no store in {store} yet, so name a model: --model NAME")
+        raise typer.BadParameter(f"there is no library in {folder} yet, so name a model: --model NAME")
     from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import open_library, passage_config
 
     finder = Embedding(embedding or (known.embedding if known else None))
     settings = LibrarySettings(name, finder.name, chunk_tokens or (known.chunk_tokens if known else CHUNK_TOKENS))
     if not estimate:
-        # First, so that what cannot be had leaves no half-made store.
+        # First, so that what cannot be had leaves no half-made library.
         needs_documents()
         if known is None:
             make_quiet()
             _ = finder.model
-    # Asking what it would take must leave nothing, so a store that is not there is not made for it.
+    # Asking what it would take must leave nothing, so a library that is not there is not made for it.
     if not estimate:
-        make_folder(store)
-    folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
-    with open_engine(settings.model, store=folder, config=passage_config()) as engine:
+        make_folder(folder)
+    kv = kv_folder(folder) if kv_folder(folder).is_dir() or not estimate else None
+    with open_engine(settings.model, store=kv, config=passage_config()) as engine:
         if engine.store.path is None and not estimate:
-            raise StoreError(f"the store in {folder} cannot be written, so KV would be lost; the log says why")
+            raise StoreError(f"the store in {kv} cannot be written, so KV would be lost; the log says why")
         passages = cut(texts, lexer_of(engine.tokenizer).count, settings.chunk_tokens)
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
@@ -96,18 +97,18 @@ def warm(
                 ("KV in RAM at most", say_bytes(cost.ram_bytes)),
                 ("time for the KV", say_seconds(cost.seconds)),
             ]
-            show_table(f"warming {store} for {settings.model} would take", ("", ""), lines)
+            show_table(f"warming {folder} for {settings.model} would take", ("", ""), lines)
             row = {"passages": len(passages), **asdict(cost)}
             write_json(json_file, "warm --estimate", [row], model=settings.model)
             return
-        settings.save(store)
+        settings.save(folder)
         started = time.perf_counter()
         reached = 0
 
         def kept() -> str:
-            return f"the KV of {reached} of {len(passages)} passages is in {store}; run the same command to continue"
+            return f"the KV of {reached} of {len(passages)} passages is in {folder}; run the same command to continue"
 
-        with on_interrupt(kept), open_library(store, engine, finder) as library, progress_bar("warming") as progress:
+        with on_interrupt(kept), open_library(folder, engine, finder) as library, progress_bar("warming") as progress:
 
             def advance(done: int, total: int) -> None:
                 nonlocal reached
@@ -123,7 +124,7 @@ def warm(
     typer.echo(
         f"{len(passages)} passage{'' if len(passages) == 1 else 's'} of {files} file{'' if files == 1 else 's'}: "
         f"{result.encoded} encoded, {result.unchanged} unchanged, "
-        f"{result.removed} removed; {say_bytes(result.kv_bytes)} of KV in {store}; {say_seconds(seconds)}"
+        f"{result.removed} removed; {say_bytes(result.kv_bytes)} of KV in {folder}; {say_seconds(seconds)}"
     )
     row = {"files": files, "passages": len(passages), "seconds": seconds, **asdict(result)}
     write_json(json_file, "warm", [row], **asdict(settings))
@@ -154,26 +155,26 @@ def _no_text(paths: Sequence[Path]) -> ConfigError:
 
 @contextmanager
 def warmed(
-    store: Path,
+    folder: Path,
     model: str | None,
     embedding: str | None,
     config: EngineConfig | None = None,
     blend: BlendConfig | None = None,
     **changes: Any,
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
-    """Open what was warmed into a store: yields the engine, the library and the name of the model."""
-    known = LibrarySettings.load(store)
-    if known is None or not kv_folder(store).is_dir():
-        raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --library {store}")
+    """Open what was warmed into a library: yields the engine, the library and the name of the model."""
+    known = LibrarySettings.load(folder)
+    if known is None or not kv_folder(folder).is_dir():
+        raise ConfigError(f"nothing was warmed into {folder}; run: cacheblend-rag warm PATH --library {folder}")
     from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import open_library, passage_config
 
     needs_documents()
     name = model or known.model
     with (
-        open_engine(name, store=kv_folder(store), config=passage_config(config), blend=blend, **changes) as engine,
-        open_library(store, engine, Embedding(embedding or known.embedding)) as library,
+        open_engine(name, store=kv_folder(folder), config=passage_config(config), blend=blend, **changes) as engine,
+        open_library(folder, engine, Embedding(embedding or known.embedding)) as library,
     ):
         if not len(library):
-            raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --library {store}")
+            raise ConfigError(f"{folder} holds no passages; run: cacheblend-rag warm PATH --library {folder}")
         yield engine, library, name

@@ -89,9 +89,7 @@ def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options:
     settings = sorted(options.keys() & BlendConfig.kinds.keys())
     if settings:
         kind = BlendConfig.kinds[settings[0]]
-        raise ConfigError(
-            f"{', '.join(settings)}: not options of generate but of {kind.__name__}: {settings[0]} is {kind.lifetime}"
-        )
+        raise ConfigError(f"{', '.join(settings)}: not options of generate; give {settings[0]} in {kind.__name__}")
     known = _known_options(type(unwrapped(model)))  # type: ignore[arg-type]  # a class is hashed by itself
     for name in options.keys() - known:
         raise ConfigError(f"unknown option {name} of generate{did_you_mean(name, known)}")

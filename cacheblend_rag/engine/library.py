@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, is_part
+from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, out_of_date
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder
 from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
@@ -231,8 +231,7 @@ class ChunkLibrary(ABC):
         present_ids : iterable of str
             The ids that are to stay: those of all vector stores over this engine, in all processes, and what else was added.
         """
-        present = set(id_list(present_ids))
-        return self.delete(id for id in self.ids() if id not in present and not is_part(id))
+        return self.delete(out_of_date(self.ids(), present_ids))
 
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""

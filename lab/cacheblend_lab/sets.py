@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import AliasChoices, BaseModel, Field, StringConstraints, ValidationError
 
 from cacheblend_attachments.answers import f1_score, holds_answer
-from cacheblend_rag.errors import DatasetError
+from cacheblend_rag.errors import ConfigError
 
 __all__ = ["Question", "QuestionSet", "Score", "f1", "holds", "read_set", "rouge_l"]
 
@@ -251,7 +251,7 @@ def read_set(path: Path) -> QuestionSet:
 
     Raises
     ------
-    DatasetError
+    ConfigError
         If it cannot be read or holds no question, or a record is of none of the data sets, or of another than the first; the
         message says which and why.
     """
@@ -261,7 +261,7 @@ def read_set(path: Path) -> QuestionSet:
     for number, record in enumerate(_records(path), 1):
         kind = next((each for each in _KINDS if _names(each) <= record.keys()), None)
         if kind is None:
-            raise DatasetError(f"{path}, record {number}: the fields {sorted(record)} are of no data set known here")
+            raise ConfigError(f"{path}, record {number}: the fields {sorted(record)} are of no data set known here")
         try:
             read = kind.model_validate(record)
             texts, asked = read.parts()
@@ -270,15 +270,15 @@ def read_set(path: Path) -> QuestionSet:
         except ValidationError as error:
             found = error.errors(include_url=False)[0]
             where = ".".join(map(str, found["loc"]))
-            raise DatasetError(f"{path}, record {number}, field {where}: {found['msg']}") from error
+            raise ConfigError(f"{path}, record {number}, field {where}: {found['msg']}") from error
         except ValueError as error:
-            raise DatasetError(f"{path}, record {number}: {error}") from error
+            raise ConfigError(f"{path}, record {number}: {error}") from error
         first = len(documents)
         documents += texts
         own = range(max(0, first - kind.behind), first) if kind.behind else range(first, len(documents))
         questions += [Question(text, answers, tuple(own)) for text, answers in asked if own]
     if manner is None or not questions:
-        raise DatasetError(f"{path} holds no question")
+        raise ConfigError(f"{path} holds no question")
     return QuestionSet(documents, questions, *manner)
 
 
@@ -294,7 +294,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         lines = [line for line in text.split("\n") if line.strip()]
         found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{path} cannot be read as JSON or JSON Lines: {error}") from error
+        raise ConfigError(f"{path} cannot be read as JSON or JSON Lines: {error}") from error
     if not all(isinstance(each, dict) for each in found):
-        raise DatasetError(f"{path} holds something else than records, which are objects in JSON")
+        raise ConfigError(f"{path} holds something else than records, which are objects in JSON")
     return list(found)

@@ -1,4 +1,4 @@
-"""Settings by their names alone, whatever their lifetime: evaluations and benchmarks vary any of them."""
+"""Settings by their names alone, of whatever kind: evaluations and benchmarks vary any of them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cacheblend_lab.sets import f1, holds, read_set, rouge_l
-from cacheblend_rag.errors import DatasetError
+from cacheblend_rag.errors import ConfigError
 
 OWN = {"documents": ["Vell is a port.", "Arn."], "questions": [{"question": "Who?", "answers": ["Oda Rime", "Rime"]}]}
 LEVAL = {"input": "Vell is a port.", "instructions": ["Which?", "Where?"], "outputs": ["Vell", "Arn"], "source": "x"}
@@ -99,7 +99,7 @@ def test_a_flaw_is_said_with_its_place(tmp_path: Path, records: Any, place: str)
         path.write_bytes(records)
     elif records is not None:
         written(path, records)
-    with pytest.raises(DatasetError) as error:
+    with pytest.raises(ConfigError) as error:
         read_set(path)
     assert str(path) in str(error.value) and place in str(error.value)
 

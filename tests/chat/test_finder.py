@@ -5,7 +5,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder
+from cacheblend_rag.chat.catalog import HEAD_CHARS, ChunkFinder
+from cacheblend_rag.chunk import text_hash
 
 # Few letters, so that texts overlap, nest and repeat; some from beyond the basic plane, since positions count characters.
 LETTERS = "ab \n🙂é"
@@ -32,11 +33,11 @@ def test_finds_all_that_can_be_found_and_nothing_else(data: st.DataObject, least
         prompt = prompt[:place] + data.draw(st.sampled_from(["", *LETTERS])) + prompt[place + 1 :]
 
     finder = ChunkFinder()
-    finder.add(known.items())
-    finder.add(replaced.items())
+    for id, text in [*known.items(), *replaced.items()]:
+        finder.add(id, text_hash(text), text)
     finder.remove(removed)
     live = {id: text for id, text in (known | replaced).items() if id not in removed and len(text) >= HEAD_CHARS}
-    assert finder.ids() == live.keys()
+    assert finder.entries.keys() == known.keys() - removed
     matches = finder.find(prompt, least)
     for match in matches:
         text = prompt[match.start : match.stop]

@@ -1,7 +1,6 @@
 from .calibration import calibrate, calibrate_asking
 from .compare import CompareAnswers, ComparedAnswers
 from .inspector import InspectorPage, inspector_page
-from .ratio import choose_ratio
 from .repair import Repair
 from .snapkv import SnapKV
 from .sources import SourceAttention
@@ -15,6 +14,5 @@ __all__ = [
     "SourceAttention",
     "calibrate",
     "calibrate_asking",
-    "choose_ratio",
     "inspector_page",
 ]

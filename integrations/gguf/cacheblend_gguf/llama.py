@@ -7,7 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
 import llama_cpp
@@ -71,7 +71,6 @@ class LlamaOptions(SettingsBase):
     """
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
-    lifetime: ClassVar[str] = "fixed when a GGUF model is loaded"
 
     n_ctx: int | None = Field(default=None, ge=0)
     n_threads: int | None = Field(default=None, ge=1)

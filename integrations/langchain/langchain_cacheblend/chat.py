@@ -107,9 +107,9 @@ class ChatBlend(BlendModel, BaseChatModel):
             ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``.
         """
         messages = self._convert_input(input).to_messages()
-        prompt = carried_prompt(messages, tools=tools, documents=documents)
+        prompt = carried_prompt(messages, self.engine, tools=tools, documents=documents)
         if prompt is not None:
-            return prompt.blend(self.engine)
+            return prompt
         shown = as_functions(tools) if tools else []
         turns = turns_of(messages)
         turns = around_question(turns, after=answer_form(response_format)[1]) or turns

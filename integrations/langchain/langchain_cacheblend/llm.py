@@ -54,9 +54,9 @@ class BlendLLM(BlendModel, BaseLLM):
             Documents that go before it.
         """
         text = input if isinstance(input, str) else self._convert_input(input).to_string()
-        prompt = carried_prompt(text, documents=documents)
+        prompt = carried_prompt(text, self.engine, documents=documents)
         if prompt is not None:
-            return prompt.blend(self.engine)
+            return prompt
         parts: list[Segment] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]

@@ -15,9 +15,8 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendPrompt, EngineConfig
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending, ModelCall
-from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
+from cacheblend_rag.chat.catalog import HEAD_CHARS, ChunkCatalog, catalog_of
 from cacheblend_rag.chat.engines import model_engine
-from cacheblend_rag.chat.finder import HEAD_CHARS
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError

@@ -291,10 +291,8 @@ class BlendLLM(JSONAnswers):
         """Return the engine's arguments for a call, and what ends its answer."""
         others = self.generation_kwargs | kwargs
         variables = {name: value for name in VARIABLES if (value := others.pop(name, None)) is not None}
-        prompt = others.pop("blend_prompt", None)
-        if prompt is None and (carried := carried_prompt(given)) is not None:
-            prompt = carried.blend(self.engine)
-        elif prompt is None:
+        prompt = others.pop("blend_prompt", None) or carried_prompt(given, self.engine)
+        if prompt is None:
             write: Any = self.messages_to_prompt
             if variables and not isinstance(given, str) and getattr(write, "func", None) is render_messages:
                 write, variables = partial(write, asked=variables), {}

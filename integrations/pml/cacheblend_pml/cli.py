@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -51,10 +51,9 @@ def check(
             "--model",
             metavar="NAME",
             help="Also check it against this model's chat template, window, and the lengths of arguments and new text, and print "
-            "the positions, tokens and KV bytes of its modules and of the prompts.",
+            "its positions, tokens and KV bytes, and the tokens of the prompts.",
         ),
     ] = None,
-    json_file: JsonOption = None,
 ) -> None:
     """Check whether a schema and its prompts are valid; if not, show the line, the element, and what was expected."""
     from cacheblend_pml import Schema, SchemaLayout, Tokens, lay_out
@@ -66,27 +65,20 @@ def check(
     typer.echo(f"{schema.name}: a valid schema with {', '.join(_count(*each) for each in counts)}")
     for path, prompt in read:
         typer.echo(f"{path.name}: a prompt with {_count(len(prompt.imports), 'import')}")
-    found: list[dict[str, Any]] = []
-    if model is not None:
-        from cacheblend_pml.show import layout_rows, segment_rows
-
-        with open_engine(model) as engine:
-            token_bytes = engine.decoder.kv_bytes_per_token if engine.decoder is not None else None
-            layout, window = SchemaLayout(schema, Tokens.of(engine.tokenizer)), engine.window
-        _check_window(schema.name, layout.size, window)
-        rows = layout_rows(layout)
-        found = _show_rows(f"{schema.name}, in tokens of {Path(model).name}", "schema", rows, token_bytes)
-        kept = sum(row["cached_tokens"] for row in rows)
-        total = f"{_count(layout.size, 'position')}; {_count(kept, 'token')} of KV"
-        console().print(total if token_bytes is None else f"{total}, {say_bytes(kept * token_bytes)}")
-        for path, prompt in read:
-            placed = lay_out(layout, prompt)
-            _check_window(path.name, placed.positions[-1] + 1, window)
-            rows = segment_rows(layout, placed)
-            found += _show_rows(f"{path.name}, a prompt for {schema.name}", path.name, rows, token_bytes)
-            tokens, cached = len(placed.token_ids), placed.cached_tokens
-            console().print(f"{_count(tokens, 'token')}, {cached} from kept KV and {tokens - cached} computed")
-    write_json(json_file, "pml check", found, model=model)
+    if model is None:
+        return
+    with open_engine(model) as engine:
+        token_bytes = engine.decoder.kv_bytes_per_token if engine.decoder is not None else None
+        layout, window = SchemaLayout(schema, Tokens.of(engine.tokenizer)), engine.window
+    _check_window(schema.name, layout.size, window)
+    kept = sum(map(len, layout.spans))
+    total = f"{schema.name}: {_count(layout.size, 'position')}; {_count(kept, 'token')} of KV"
+    typer.echo(total if token_bytes is None else f"{total}, {say_bytes(kept * token_bytes)}")
+    for path, prompt in read:
+        placed = lay_out(layout, prompt)
+        _check_window(path.name, placed.positions[-1] + 1, window)
+        tokens, cached = len(placed.token_ids), placed.cached_tokens
+        typer.echo(f"{path.name}: {_count(tokens, 'token')}, {cached} from kept KV and {tokens - cached} computed")
 
 
 @pml_app.command()
@@ -146,24 +138,6 @@ def run(
     show_table("modules", ("module", "tokens", "recomputed", "KV"), lines)
     rows = [{"method": name, "answer": result.text, **result.report.to_dict()} for name, result in results.items()]
     write_json(json_file, "pml run", rows, model=model, schema=loaded.name)
-
-
-def _show_rows(title: str, of: str, rows: list[dict[str, Any]], token_bytes: int | None) -> list[dict[str, Any]]:
-    """Print rows as a table; return them for the JSON file."""
-    for row in rows:
-        row |= {"of": of, "cached_bytes": None if token_bytes is None else row["cached_tokens"] * token_bytes}
-    lines = [
-        (
-            "  " * row["depth"] + row["name"][:40],
-            row["kind"],
-            f"{row['start']}-{row['stop'] - 1}",
-            row["cached_tokens"] or None,
-            say_bytes(row["cached_bytes"]) if row["cached_bytes"] else None,
-        )
-        for row in rows
-    ]
-    show_table(title, ("", "kind", "positions", "cached tokens", "bytes"), lines, text_columns=2)
-    return rows
 
 
 def _check_window(name: str, positions: int, window: int | None) -> None:

@@ -108,8 +108,8 @@ class SchemaLayout:
     the other's own texts. A parameter takes as many positions as it is long.
 
     `spans` are all texts and parameters that have tokens, in reading order; `extents` the positions of each module with all that
-    is nested in it; `reading_order` the names of modules and the spans of anonymous text, a module before what is nested in it;
-    `size` is the position after the last one. `PMLError` if the chat template cannot be used with the schema's messages.
+    is nested in it; `size` is the position after the last one. `PMLError` if the chat template cannot be used with the schema's
+    messages.
     """
 
     def __init__(self, schema: Schema, tokens: Tokens) -> None:
@@ -118,7 +118,6 @@ class SchemaLayout:
         self.frame = ChatFrame(schema.roles, tokens)
         self.spans: list[Span] = []
         self.extents: dict[str, range] = {}
-        self.reading_order: list[str | Span] = []
         self._anonymous = count(1)
         self._scaffolds: dict[int | str, Scaffold] = {}
         nodes = _without_roles(schema.children, iter(self.frame.heads))
@@ -164,15 +163,12 @@ class SchemaLayout:
                 if ids:
                     key = next(self._anonymous) if part is None else part
                     self.spans.append(Span(ids, position, module, text=node.text, part=key))
-                    if module is None:
-                        self.reading_order.append(self.spans[-1])
                 position += len(ids)
             elif isinstance(node, Param):
                 fillers = (self.tokens.filler_id,) * node.length
                 self.spans.append(Span(fillers, position, module, node, part=part))
                 position += node.length
             elif isinstance(node, Module):
-                self.reading_order.append(node.name)
                 # In a scaffold everything is encoded together; elsewhere each module for itself.
                 stop = self._walk(node.children, position, node.name, part if part in self._scaffolds else node.name)
                 self.extents[node.name] = range(position, stop)

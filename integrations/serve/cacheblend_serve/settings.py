@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -52,7 +51,6 @@ class ServeConfig(SettingsBase):
     model_config = SettingsConfigDict(
         env_prefix="CACHEBLEND_SERVE_", extra="forbid", frozen=True, hide_input_in_errors=True
     )
-    lifetime: ClassVar[str] = "a setting of a server"
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)

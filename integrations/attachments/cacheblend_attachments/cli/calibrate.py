@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,14 +21,12 @@ from cacheblend_rag.cli.options import (
     LibraryOption,
     SelectorOption,
     StoredModelOption,
-    in_a_folder,
 )
 from cacheblend_rag.cli.output import console, progress_bar, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, texts_of, warmed
 from cacheblend_rag.documents.settings import kv_folder
 from cacheblend_rag.documents.splitter import cut
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.files import load_yaml, read_yaml_text, replace_text
 from cacheblend_rag.lexer import lexer_of
 
 if TYPE_CHECKING:
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.documents.library import Library
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["calibrate", "parse_ratios", "read_questions", "write_settings"]
+__all__ = ["calibrate", "parse_ratios", "read_questions"]
 
 _PASSAGES = 16
 """Passages that are asked how they go on."""
@@ -75,15 +71,9 @@ def calibrate(
         ),
     ] = None,
     config_file: Annotated[
-        Path,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            callback=in_a_folder,
-            help="The YAML settings file to read, and to write the result to; created if missing.",
-        ),
-    ] = Path("blend.yaml"),
-    store: LibraryOption = Path(".cacheblend"),
+        Path | None, typer.Option("--config", metavar="FILE", exists=True, dir_okay=False, help="Settings, as YAML.")
+    ] = None,
+    folder: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
@@ -95,10 +85,9 @@ def calibrate(
     target: Annotated[
         float, typer.Option(help="Share of the gap between no documents (0) and full prefill (1) to recover.")
     ] = 0.95,
-    write: Annotated[bool, typer.Option("--write/--no-write", help="Whether to write the settings.")] = True,
     json_file: JsonOption = None,
 ) -> None:
-    """Find the cheapest settings that keep full prefill's quality on your own model and documents, and write them to a file.
+    """Find the cheapest settings that keep full prefill's quality on your own model and documents, and print them as YAML.
 
     Exits with 1 if nothing is found.
     """
@@ -109,15 +98,15 @@ def calibrate(
     asked = None if questions is None else read_questions(questions)
     if chunk_tokens is not None and not paths:
         raise typer.BadParameter("warmed passages already have a length", param_hint="--chunk-tokens")
-    config = EngineConfig.from_yaml(config_file) if config_file.exists() else EngineConfig()
-    blend = BlendConfig.from_yaml(config_file) if config_file.exists() else BlendConfig()
+    config = EngineConfig() if config_file is None else EngineConfig.from_yaml(config_file)
+    blend = BlendConfig() if config_file is None else BlendConfig.from_yaml(config_file)
     if paths and model is None:
         raise typer.BadParameter("name the model that is to read PATH", param_hint="--model")
     started = time.perf_counter()
     opened = (
         _read(paths, config, blend, model, embedding, chunk_tokens or CHUNK_TOKENS)
         if paths and model is not None
-        else warmed(store, model, embedding, config, blend)
+        else warmed(folder, model, embedding, config, blend)
     )
     with opened as (engine, library, name), console(stderr=True).status("calibrating") as status:
         embedded = library.embedding.name
@@ -146,9 +135,7 @@ def calibrate(
     )
     if not changes:
         raise typer.Exit(1)
-    if write:
-        write_settings(config_file, changes)
-        typer.echo(f"{config_file} says {', '.join(_line(each) for each in changes.items())}")
+    typer.echo(f"settings:\n{yaml.safe_dump(changes, sort_keys=False)}", nl=False)
 
 
 @contextmanager
@@ -220,39 +207,6 @@ def _show(found: Calibration, seconds: float) -> None:
         f"documents {found.bare_loss:.3f} nats a token"
     )
     typer.echo(found.reason)
-
-
-def _line(change: tuple[str, bool | float | str]) -> str:
-    return yaml.safe_dump(dict([change]), width=math.inf).strip()
-
-
-def write_settings(path: Path, changes: Mapping[str, bool | float | str]) -> None:
-    """Set keys of a YAML file of lines ``key: value``, made if missing; other lines and comments stay.
-
-    `ConfigError` where the file is more than that, or cannot be read or written.
-    """
-    text = read_yaml_text(path) if path.exists() else ""
-    edited = text
-    for key, value in changes.items():
-        line = _line((key, value))
-        # What follows is white space, a comment or the end of the line.
-        own = rf"(?m)^{re.escape(key)}:[^#\r\n]*?(?=[ \t]*(?:#|\r?$))"
-        edited, found = re.subn(own, line.replace("\\", r"\\"), edited)
-        if not found:
-            edited += "\n" * (edited != "" and not edited.endswith("\n")) + line + "\n"
-    try:
-        understood = load_yaml(edited, str(path)) == (load_yaml(text, str(path)) or {}) | dict(changes)
-    except (ConfigError, TypeError):
-        understood = False
-    if not understood:
-        raise ConfigError(
-            f"settings file {path} has more than lines of `key: value`; write into it yourself: "
-            f"{', '.join(map(_line, changes.items()))}"
-        )
-    try:
-        replace_text(path.resolve(), edited)
-    except OSError as error:
-        raise ConfigError(f"settings file {path} cannot be written: {error.strerror}") from error
 
 
 def read_questions(path: Path) -> dict[str, str | None]:

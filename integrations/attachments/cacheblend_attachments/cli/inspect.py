@@ -26,7 +26,7 @@ __all__ = ["inspect"]
 
 def inspect(
     question: QuestionArgument,
-    store: LibraryOption = Path(".cacheblend"),
+    folder: LibraryOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     top_k: TopKOption = 6,
     ratio: RatioOption = None,
@@ -42,7 +42,7 @@ def inspect(
     from cacheblend_attachments.inspector import inspector_page
     from cacheblend_attachments.sources import SourceAttention
 
-    with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, _):
+    with warmed(folder, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, _):
         if attention:
             engine.attach(SourceAttention())
         prompt = library.prompt(question, library.search(question, top_k))

@@ -23,7 +23,7 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text, chunk_list, id_list, is_part
+from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text, chunk_list, id_list, out_of_date
 from cacheblend_rag.config import SERVER_KEY_VARIABLE, BlendConfig, EngineConfig
 from cacheblend_rag.engine.background import AddJob, Jobs
 from cacheblend_rag.engine.batch import options_of_each
@@ -201,8 +201,7 @@ class ServedEngine:
         return sum(self._server.read("/v1/chunks/delete", {"ids": part})["deleted"] for part in parts)
 
     def sync(self, present_ids: Iterable[str]) -> int:
-        present = set(id_list(present_ids))
-        return self.delete(id for id in self.ids() if id not in present and not is_part(id))
+        return self.delete(out_of_date(self.ids(), present_ids))
 
     def document(self, document: str) -> list[str]:
         try:
