@@ -272,8 +272,8 @@ class Index:
             self.folder.prepare()
             connection = _connect(str(self._path))
             try:
-                for setting in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
-                    # What is deleted is overwritten: token ids are text.
+                # What is deleted is overwritten: token ids are text. The log is brought in early, while the disk has room for that.
+                for setting in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON", "wal_autocheckpoint=200"):
                     connection.execute(f"PRAGMA {setting}")
                 self._set_up(connection)
             except BaseException:
