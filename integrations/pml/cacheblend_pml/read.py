@@ -66,7 +66,8 @@ class SchemaReader:
             there = (each for each in root.iter() if each.sourceline == error.line)
             element = next((each for each in there if root.getroottree().getpath(each) == error.path), root)
             misplaced = element is not root and error.type_name in ("RELAXNG_ERR_ELEMWRONG", "RELAXNG_ERR_EXTRACONTENT")
-            expected = _EXPECTED[element.getparent().tag if misplaced else element.tag]
+            around = [*([] if misplaced else [element]), *element.iterancestors()]
+            expected = next(_EXPECTED[each.tag] for each in around if each.tag in _EXPECTED)
             shown = " ".join([element.tag, *(f"{name}={value!r}" for name, value in element.attrib.items())])
             raise _place(element, self.source).error(f"<{shown:.80}> is wrong: {error.message}; {expected}")
         return root.get("name"), tuple(self._nodes(root))

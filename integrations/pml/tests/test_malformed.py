@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_pml import Import, Schema, SchemaLayout, Tokens, lay_out
@@ -118,6 +118,7 @@ RELAXED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 @settings(max_examples=500, suppress_health_check=RELAXED)
 @given(documents, prompts)
+@example('<schema ame="files"><odule name="a" src="a.txt"/></schema>', "")
 def test_malformed_documents_are_read_or_refused(root: Path, document: str, prompt: str) -> None:
     check(root, document, prompt)
 
