@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -182,20 +182,27 @@ class Ingest:
         """Choose what named chunks are read behind, where it is still to be, note it, and return what KV they lack."""
         documents = {each.document for each in named if each.document is not None and each.later is None}
         members = {name: self._store.names.members(self._namespace, name) for name in documents}
-        records = self._with_later(named, members)
+        records = self._with_later(named, members, positions)
         both = zip(records, named, strict=True)
         laters = {new.id: new.later for new, old in both if new.later is not None and old.later is None}
         self._store.choose(self._namespace, laters)
         return _Work(self._missing(records, positions), len(records), progress)
 
     def _with_later(
-        self, records: Sequence[NodeRecord], documents: Mapping[str, Sequence[NodeRecord]]
+        self, records: Sequence[NodeRecord], documents: Mapping[str, Sequence[NodeRecord]], placed: Container[str] = ()
     ) -> list[NodeRecord]:
-        """Return records with what they are read behind chosen, where it is still to be; what a prompt places has no such KV."""
+        """Return records with what they are read behind chosen, where it is still to be.
+
+        What a prompt places has no such KV: it has positions of its own, or its key is among the `placed`.
+        """
         companions = self._assembler.companions
         if companions is None:
             return list(records)
-        waiting = [each for each in records if each.later is None and not self._assembler.is_placed(each)]
+        waiting = [
+            each
+            for each in records
+            if each.later is None and each.key not in placed and not self._assembler.is_placed(each)
+        ]
         chosen = companions.choose(waiting, documents)
         laters = {each.id: later for each, later in zip(waiting, chosen, strict=True)}
         return [replace(each, later=laters.get(each.id, each.later)) for each in records]

@@ -272,7 +272,7 @@ class Index:
             self.folder.prepare()
             connection = _connect(str(self._path))
             try:
-                # What is deleted is overwritten: token ids are text. The log is brought in early, while the disk has room for that.
+                # What is deleted is overwritten: token ids are text. The log is brought in early, while there is room.
                 for setting in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON", "wal_autocheckpoint=200"):
                     connection.execute(f"PRAGMA {setting}")
                 self._set_up(connection)

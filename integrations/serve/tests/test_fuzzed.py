@@ -20,7 +20,7 @@ HERE = {"Host": "localhost"}
 SAMPLED, ALL = 12, 500
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def app(tiny: LlamaForCausalLM) -> Iterator[FastAPI]:
     with engine_of(tiny) as engine:
         yield make_app(EngineBackend(engine), ServeConfig(output_tokens=3, timeout_s=20))
