@@ -14,6 +14,7 @@ from gguf import GGUFWriter, TokenType
 from cacheblend_gguf import GGUFEngine
 from cacheblend_gguf.decoding import Scores
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.engine import GenerationResult
 from cacheblend_rag.prefixes import drop_oldest
 from cacheblend_rag.store.base import NodeRecord
 
@@ -155,11 +156,15 @@ def noise(engine: GGUFEngine, ids: tuple[int, ...]) -> float:
         while drop_oldest(llama.kept):
             pass
     together = read_in_full(engine, ids)
-    apart = [read_in_full(engine, ids, 37)]
+    # Answers are read token by token.
+    apart = [read_in_full(engine, ids, batch) for batch in (37, 1)]
     for part in range(1, 5):
         with llama.scheduler:
             begun, other = llama.begin(len(ids)), llama.begin(_BETWEEN)
-            assert begun is not None and other is not None
+            assert begun is not None
+            if other is None:  # the engine has one sequence only
+                llama.end(begun)
+                break
             place = max(1, len(ids) * part // 4 - 1)
             llama.decode(ids[:place], 0, begun)
             llama.decode(ids[:1] * _BETWEEN, 0, other)
@@ -183,3 +188,17 @@ def last_scores(engine: GGUFEngine) -> Iterator[list[Scores]]:
     engine.llama.step = watched  # type: ignore[method-assign]
     yield seen
     engine.llama.step = step  # type: ignore[method-assign]
+
+
+def assert_same_answer(
+    engine: GGUFEngine, found: GenerationResult, wanted: GenerationResult, scores: Sequence[Scores]
+) -> None:
+    """See that two answers are the same, of which the second was chosen by these scores.
+
+    Where two tokens are as likely within the noise of llama.cpp's own reads of the same words, either may be chosen.
+    """
+    both = zip(found.token_ids, wanted.token_ids, scores, strict=False)
+    place, row = next(((n, row) for n, (ours, theirs, row) in enumerate(both) if ours != theirs), (0, None))
+    if row is not None:
+        behind = row[wanted.token_ids[place]] - row[found.token_ids[place]]
+        assert behind <= noise(engine, (*wanted.prompt_ids, *wanted.token_ids[:place]))

@@ -10,7 +10,7 @@ import pytest
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef, EngineConfig
 from cacheblend_rag.prefixes import drop_oldest
-from integrations.gguf.tests.kit import HARBOUR, ask, harbour, last_scores, noise
+from integrations.gguf.tests.kit import HARBOUR, ask, assert_same_answer, harbour, last_scores
 
 WORDS = " ".join(HARBOUR).split()
 
@@ -49,15 +49,7 @@ def test_answers_are_those_of_an_engine_without_sharing(engine: GGUFEngine, shar
         found = sharing.generate(BlendPrompt(segments=second), 6, eos_token_id=[])
         assert wanted.report.prefix_tokens == 0
         shared += found.report.prefix_tokens
-        if found.token_ids == wanted.token_ids:
-            continue
-        # Where two tokens are as likely within the noise of llama.cpp's own reads of the same words, either may be chosen.
-        both = zip(found.token_ids, wanted.token_ids, scores, strict=False)
-        place, row = next((n, row) for n, (ours, theirs, row) in enumerate(both) if ours != theirs)
-        behind = row[wanted.token_ids[place]] - row[found.token_ids[place]]
-        allowed = noise(engine, (*wanted.prompt_ids, *wanted.token_ids[:place]))
-        print(f"pair {seed}: another token, {behind:.3f} behind; noise {allowed:.3f}")
-        assert behind <= allowed, seed
+        assert_same_answer(engine, found, wanted, scores)
     assert shared > 10 * pairs
 
 
@@ -75,7 +67,9 @@ def test_a_chat_pays_for_what_is_new(sharing: GGUFEngine) -> None:
 def test_what_a_deleted_chunk_was_read_by_is_gone(sharing: GGUFEngine) -> None:
     sharing.add([Chunk("The cats of Lund sleep at noon, and wake when the fish comes in.", "cats")])
     prompt = BlendPrompt(segments=["Read all of this before you answer. ", ChunkRef("h0"), ChunkRef("cats"), "\nWhat?"])
-    first, second = (sharing.generate(prompt, 4) for _ in range(2))
+    with last_scores(sharing) as scores:
+        first = sharing.generate(prompt, 4)
+    second = sharing.generate(prompt, 4)
     assert second.report.prefix_tokens == len(first.prompt_ids) - 1
     assert [chunk.tier for chunk in second.report.chunks] == ["prefix", "prefix"]
     sharing.delete(["cats"])
@@ -83,13 +77,14 @@ def test_what_a_deleted_chunk_was_read_by_is_gone(sharing: GGUFEngine) -> None:
     third = sharing.generate(prompt, 4)
     assert third.report.chunks[0].tier == "prefix"
     assert third.report.chunks[1].tier != "prefix"
-    assert third.token_ids == first.token_ids
+    assert_same_answer(sharing, third, first, scores)
 
 
 def test_what_a_waiting_prompt_would_have_shared_may_go(path: Path) -> None:
     prompt = BlendPrompt(" ".join(HARBOUR))
     with GGUFEngine.from_pretrained(path, n_ctx=1024, n_seq_max=1) as engine, ThreadPoolExecutor(1) as pool:
-        first = engine.generate(prompt, 8)
+        with last_scores(engine) as scores:
+            first = engine.generate(prompt, 8)
         other = engine.stream(BlendPrompt("Once upon a time there was"), 200, eos_token_id=[])
         next(other)
         waiting = pool.submit(engine.generate, prompt, 8)
@@ -99,7 +94,8 @@ def test_what_a_waiting_prompt_would_have_shared_may_go(path: Path) -> None:
             pass
         other.close()
         result = waiting.result()
-        assert (result.token_ids, result.report.prefix_tokens) == (first.token_ids, 0)
+        assert result.report.prefix_tokens == 0
+        assert_same_answer(engine, result, first, scores)
 
 
 def test_there_is_always_room(path: Path) -> None:

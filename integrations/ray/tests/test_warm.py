@@ -46,7 +46,8 @@ def test_a_corpus_is_computed_once(cluster: None, model: str, shared: dict[str, 
     assert (result.report.hits, result.report.misses) == (4, 0)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [1, 10])
 def test_killed_workers_lose_nothing(
     cluster: None, model: str, shared: dict[str, Any], open_one: Opener, kills: int
 ) -> None:
