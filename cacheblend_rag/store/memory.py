@@ -25,7 +25,7 @@ _log = getLogger(__name__)
 class Entry:
     """The KV of one chunk in RAM, and whose it is."""
 
-    kv: Any
+    kv: PackedKV
     tenant: str = ""
     # Whether it is good only as long as the disk holds it too.
     is_copy: bool = False

@@ -93,11 +93,11 @@ class Names:
         query = f"SELECT id FROM nodes WHERE namespace = ? AND document = ? {_READING_ORDER}"
         return [id for (id,) in self._rows(query, namespace, document)]
 
-    def members(self, namespace: str, document: str | None) -> list[NodeRecord]:
+    def members(self, namespace: str, document: str) -> list[NodeRecord]:
         """Return the chunks of a document in reading order; none of a table's rows (`MOST_UNPLACED`)."""
         query = "SELECT count(*), count(start) FROM nodes WHERE namespace = ? AND document = ?"
         [(count, placed)] = self._rows(query, namespace, document)
-        if document is None or (count > MOST_UNPLACED and not placed):
+        if count > MOST_UNPLACED and not placed:
             return []
         with self._database.read() as connection:
             return members_of(connection, namespace, document)
