@@ -157,7 +157,7 @@ def test_what_was_warmed_is_served(client: httpx.Client, model: str, settings: d
         assert (reply["blend"][0]["hits"], reply["blend"][0]["misses"]) == (4, 0)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_a_replica_is_killed_in_the_middle_of_a_stream(kills: int, client: httpx.Client) -> None:
     """Every request is answered, or refused with a reason; nothing that was stored is lost, and nothing deleted comes back."""
     put(client, documents_of(4))
