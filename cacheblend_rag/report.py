@@ -145,13 +145,16 @@ class BlendReport:
                 if self.encode_s
                 else ""
             )
-            + f"; {self.hits} of {self.hits + self.misses} chunks hit, "
-            f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed"
-            + (f" ({self.selector})" if self.recomputed_tokens and self.selector != "full" else "")
+            + (
+                f"; {self.prompt_tokens} tokens prefilled in full"
+                if self.selector == "full"
+                else f"; {self.hits} of {self.hits + self.misses} chunks hit, {self.recomputed_tokens} of "
+                f"{self.context_tokens} chunk tokens recomputed"
+                + (f" ({self.selector})" if self.recomputed_tokens else "")
+            )
             + (f", {self.head_tokens} tokens of the head reused" if self.head_tokens else "")
             + (f", {self.prefix_tokens} tokens of an earlier prompt reused" if self.prefix_tokens else "")
             + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")
-            + ("; prefilled in full" if self.selector == "full" else "")
             + (f": {self.fallback_reason}" if self.fallback_reason else "")
         )
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend_rag import __version__
-from cacheblend_rag.cli.ask import ask
+from cacheblend_rag.cli.ask import ask, chat
 from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
 from cacheblend_rag.cli.store import store_app
@@ -85,7 +85,7 @@ def _root(
     del version
 
 
-for _command in (warm, ask, models):
+for _command in (warm, ask, chat, models):
     app.command()(_command)
 app.add_typer(store_app, name="store")
 for _entry in sorted(entry_points(group="cacheblend_rag.commands"), key=lambda entry: entry.name):

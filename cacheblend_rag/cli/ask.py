@@ -1,9 +1,12 @@
-"""``cacheblend-rag ask``: a question about what was warmed."""
+"""``cacheblend-rag ask`` and ``chat``: questions about what was warmed."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import typer
+from rich.markup import escape
 
 from cacheblend_rag.cli.options import (
     AnswerTokensOption,
@@ -19,8 +22,9 @@ from cacheblend_rag.cli.options import (
 )
 from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import warmed
+from cacheblend_rag.errors import CacheBlendError
 
-__all__ = ["ask"]
+__all__ = ["ask", "chat"]
 
 
 def ask(
@@ -69,3 +73,43 @@ def ask(
         for method, each in zip(("blend", "full"), results, strict=False)
     ]
     write_json(json_file, "ask", rows, model=name, embedding=embedding, top_k=top_k)
+
+
+def chat(
+    folder: LibraryOption = Path(".cacheblend"),
+    model: StoredModelOption = None,
+    top_k: TopKOption = 6,
+    ratio: RatioOption = None,
+    selector: SelectorOption = None,
+    max_new_tokens: AnswerTokensOption = 128,
+) -> None:
+    """Answer questions from the warmed documents, as `ask` does, with a model that is loaded once.
+
+    Each is answered on its own: what was asked before is not part of it. Ctrl-D ends.
+    """
+    import readline  # noqa: F401  # which lines are edited and recalled by
+
+    with warmed(folder, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
+        typer.echo(f"{name}, {len(library)} passages in {folder}; ask, or end with Ctrl-D", err=True)
+        while (question := _asked()) is not None:
+            try:
+                found = library.search(question, top_k)
+                [result] = print_answer(
+                    engine, library.prompt(question, found), max_new_tokens, stream=True, compare=False
+                )
+            except CacheBlendError as error:
+                typer.echo(f"error: {error}", err=True)
+                continue
+            files = dict.fromkeys(os.path.relpath(str(match.chunk.document)) for match in found)
+            console().print(f"[dim]{result.report}; from {escape(', '.join(files))}[/dim]")
+
+
+def _asked() -> str | None:
+    """Return the next line that is not blank, or None at the end."""
+    try:
+        while not (line := input("> ").strip()):
+            pass
+    except EOFError:
+        print()
+        return None
+    return line

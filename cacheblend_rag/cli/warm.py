@@ -128,7 +128,7 @@ def warm(
     )
     row = {"files": files, "passages": len(passages), "seconds": seconds, **asdict(result)}
     write_json(json_file, "warm", [row], **asdict(settings))
-    if left_out.keys() & set(paths):
+    if left_out:
         raise typer.Exit(1)
 
 

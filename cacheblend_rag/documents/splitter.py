@@ -26,7 +26,10 @@ TokenCount = Callable[[str], int]
 
 
 def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
-    """Read files, and those in folders, each once; return texts by absolute paths, and why files were left out."""
+    """Read files, and those in folders, each once; return texts by absolute paths, and why files were left out.
+
+    A name that is not UTF-8 cannot stand in an index: such a file is left out too, under a name that can be printed.
+    """
     texts: dict[str, str] = {}
     left_out: dict[Path, str] = {}
     seen: set[str] = set()
@@ -34,6 +37,9 @@ def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
         if (found := os.path.realpath(file)) in seen:
             continue
         seen.add(found)
+        if (said := os.fsencode(os.path.abspath(file)).decode(errors="replace")) != os.path.abspath(file):
+            left_out[Path(said)] = "its name is not UTF-8; rename it"
+            continue
         try:
             # Not where a link leads: what is gone from the folder is looked for below it.
             texts[os.path.abspath(file)] = _converted(file) if file.suffix.lower() in _CONVERTED else _plain(file)

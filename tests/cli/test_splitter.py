@@ -96,6 +96,20 @@ def test_what_is_no_text_is_left_out_and_fails_nothing_else(tmp_path: Path, name
     assert list(read_files([tmp_path])[0].values()) == ["good"]
 
 
+def test_a_name_that_is_not_utf8_is_left_out_by_one_that_can_be_printed(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("good")
+    for name in (b"caf\xe9.txt", b"caf\xe9"):
+        place = os.fsencode(tmp_path) + b"/" + name
+        if name.endswith(b"txt"):
+            Path(os.fsdecode(place)).write_text("bad")
+        else:
+            os.mkdir(place)
+            Path(os.fsdecode(place), "page.md").write_text("bad")
+    texts, left_out = read_files([tmp_path])
+    assert list(texts.values()) == ["good"]
+    assert {str(path.relative_to(tmp_path)) for path in left_out} == {"caf\ufffd.txt", "caf\ufffd/page.md"}
+
+
 def test_other_formats_are_read(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("<h1>Pim</h1><script>no()</script><p>A goat.</p>")
     (tmp_path / "page.pdf").write_bytes(PDF)

@@ -92,11 +92,12 @@ def test_what_cannot_be_read_and_what_is_of_others_stays(
     row = warm(paths=[latin, good], code=1)
     assert (row["encoded"], row["removed"]) == (1, 1)
     assert {text for text, _ in passages_in(store).values()} == {"A goat.", "A third goat."}
-    assert warm(paths=[documents / "more"])["removed"] == 1
+    assert warm(paths=[documents / "more"], code=1)["removed"] == 1
     assert warm(paths=[documents / "mara.md", documents / "harbour.txt"])["removed"] == 0
     assert len(passages_in(store)) == names_in(store, tmp_path) == 9
     with BlendEngine.from_pretrained(model_folder, store=store / "kv") as engine:
         engine.add([Chunk("A rule.", "pml/s/m")])
+    latin.unlink()
     warm()
     assert names_in(store, tmp_path) == 10
 
@@ -139,13 +140,18 @@ def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Pat
     assert order == sorted(order)
     assert blend["answer"].split()[0] in said
     # At ratio 1 as full prefill does, and in a stream as at once.
-    ask("--compare", "--json", file, "--ratio", "1")
+    assert "tokens prefilled in full" in ask("--compare", "--json", file, "--ratio", "1").stdout
     first, second = read_rows(file)
     assert first["answer"] == second["answer"]
     whole, streamed = (ask(how).stdout.split("first token")[0] for how in ("--no-stream", "--stream"))
     assert streamed == whole
     for option in (("--ratio", "nan"), ("--ratio", "1.5"), ("--selector", "best")):
         assert len(ask(*option, code=2).stderr.splitlines()) == 1
+    # Asked in turn of a model that is loaded once, each on its own.
+    chat = run(
+        "chat", "--library", store, "--max-new-tokens", "8", input="Where was Mara born?\n\nWhere was Mara born?\n"
+    )
+    assert chat.stdout.count(whole) == 2 and "6 of 6 chunks hit" in chat.stdout
 
 
 def test_check_finds_a_damaged_file_and_repair_mends_it(warm: Any, store: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distribution
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 
 import llama_cpp
@@ -19,7 +20,7 @@ from cacheblend_rag.prefixes import drop_oldest
 from cacheblend_rag.store.base import NodeRecord
 
 _GEMMA_PARTS = 4
-_BETWEEN = 300
+_BETWEEN = 500
 
 HARBOUR = [
     "The harbour office of Lund opens at seven in the morning and closes when the last ferry has left, which is at ten.",
@@ -148,7 +149,8 @@ def read_blended(engine: GGUFEngine, ids: tuple[int, ...], chunk: NodeRecord, pl
 def noise(engine: GGUFEngine, ids: tuple[int, ...]) -> float:
     """Return how far apart llama.cpp's own logits after a prompt are, by the cells that its tokens lie in and by batches.
 
-    Where cells of others lie between them, as between those that prompts share and the rest, its sums are taken apart elsewhere.
+    Where cells of others lie between them, as between those that prompts share and the rest, its sums are taken apart elsewhere;
+    where later tokens lie in earlier cells, in another order.
     Earlier prompts go first, so that it is known where cells are free.
     """
     llama = engine.llama
@@ -158,19 +160,26 @@ def noise(engine: GGUFEngine, ids: tuple[int, ...]) -> float:
     together = read_in_full(engine, ids)
     # Answers are read token by token.
     apart = [read_in_full(engine, ids, batch) for batch in (37, 1)]
-    for part in range(1, 5):
+    for part, wraps in product(range(1, 5), (False, True)):
         with llama.scheduler:
-            begun, other = llama.begin(len(ids)), llama.begin(_BETWEEN)
-            assert begun is not None
-            if other is None:  # the engine has one sequence only
-                llama.end(begun)
+            other, begun = llama.begin(_BETWEEN), llama.begin(len(ids))
+            assert other is not None
+            if begun is None:  # the engine has one sequence only
+                llama.end(other)
                 break
             place = max(1, len(ids) * part // 4 - 1)
+            # Cells of others that are freed before the rest is read have the rest put before the beginning.
+            if wraps:
+                llama.decode(ids[:1] * _BETWEEN, 0, other)
             llama.decode(ids[:place], 0, begun)
-            llama.decode(ids[:1] * _BETWEEN, 0, other)
+            if wraps:
+                llama.end(other)
+            else:
+                llama.decode(ids[:1] * _BETWEEN, 0, other)
             apart += llama.step([(id, place + n, begun, n == len(ids) - place - 1) for n, id in enumerate(ids[place:])])
-            llama.end(other)
             llama.end(begun)
+            if not wraps:
+                llama.end(other)
     return max(float(abs(together - each).max()) for each in apart)
 
 

@@ -35,6 +35,7 @@ TextOf = Callable[[BaseNode], str | None] | BaseNodePostprocessor
 postprocessor that changes a node's text, as `MetadataReplacementPostProcessor` does for sentence windows.
 """
 
+_SHOWN_AFTER_S = 2.0
 _WITHOUT = "node %s is stored without KV: %s"
 # The keys under which LlamaIndex writes the id of a node's document into every store's metadata.
 _DOCUMENT_KEYS = ("document_id", "doc_id", "ref_doc_id")
@@ -195,7 +196,8 @@ class NodeEncoder:
             logger.warning(_WITHOUT, chunk.id, error)
 
         hidden = background or not show_progress
-        with tqdm(total=len(nodes), desc="Encoding nodes", unit="node", disable=hidden) as bar:
+        # What is done at once shows none: `refresh_ref_docs` adds document by document.
+        with tqdm(total=len(nodes), desc="Encoding nodes", unit="node", disable=hidden, delay=_SHOWN_AFTER_S) as bar:
 
             def show(finished: int, total: int) -> None:
                 # Those without text are finished from the start; other chunks of their documents may be encoded again.

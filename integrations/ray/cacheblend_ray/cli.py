@@ -45,8 +45,10 @@ def warm_ray(
 
     config = EngineConfig() if settings_file is None else EngineConfig.from_yaml(settings_file)
     rows: list[dict[str, str]] = []
+    failed = False
     for path in paths:
         texts, left_out = read_files([path])
+        failed |= bool(left_out)
         for file, reason in left_out.items():
             typer.echo(f"{file} is left out: {reason}", err=True)
         # As many folders have blank ones; there is nothing to compute.
@@ -66,5 +68,5 @@ def warm_ray(
     write_json(json_file, "warm-ray", [asdict(summary)], model=model)
     for name, reason in summary.failed:
         typer.echo(f"{name} failed: {reason}", err=True)
-    if summary.failed:
+    if failed or summary.failed:
         raise typer.Exit(1)
