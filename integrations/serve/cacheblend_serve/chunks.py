@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.convertors import PathConvertor, register_url_convertor
 
-from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.chunk import Chunk, document_name
 from cacheblend_rag.documents.splitter import named_chunks, split_text
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
@@ -26,6 +27,14 @@ from cacheblend_serve.wire import AddRequest, DocumentRequest, IdsRequest, Store
 
 __all__ = ["router"]
 
+
+class _Anything(PathConvertor):
+    """The rest of an address, line breaks included."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("anything", _Anything())
 router = APIRouter()
 
 _PAGE = 1000
@@ -79,16 +88,18 @@ async def _flush(server: FromServer, library: FromLibrary) -> Response:
     return await event_stream(events())
 
 
-@router.get("/v1/documents/{name:path}")
+@router.get("/v1/documents/{name:anything}")
 def _show_document(name: str, library: FromLibrary) -> Response:
     return JSONResponse({"id": name, "object": "document", "chunks": _known(name, library.document(name))})
 
 
-@router.put("/v1/documents/{name:path}")
+@router.put("/v1/documents/{name:anything}")
 async def _put_document(
     name: str, body: DocumentRequest, request: Request, server: FromServer, library: FromLibrary
 ) -> Response:
     def chunks() -> list[Chunk]:
+        if document_name(name) is None:
+            raise PromptError(f"a document's name is {name!r:.80}, which is blank; give one with a letter or a digit")
         pieces = body.chunks or split_text(body.text or "", lexer_of(library.tokenizer).count, body.chunk_tokens)
         if not pieces:
             raise PromptError(
@@ -99,7 +110,7 @@ async def _put_document(
     return await _store(body, request, server, library, chunks, document=name)
 
 
-@router.delete("/v1/documents/{name:path}")
+@router.delete("/v1/documents/{name:anything}")
 async def _delete_document(name: str, server: FromServer, library: FromLibrary) -> Response:
     async with server.writer(library, name):
         return JSONResponse({"deleted": _known(name, await in_thread(library.delete_document, name))})

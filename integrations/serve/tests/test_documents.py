@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -12,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, FixedText
 from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_serve import ServedEngine
 from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, serving
 from tests.limits import wait_until
 
@@ -99,6 +102,33 @@ def test_a_document_is_cut_replaced_and_deleted(engine: BlendEngine, serve: Serv
     assert client.get("/v1/documents/notes/mara.md").status_code == 404
     assert client.delete("/v1/documents/notes/mara.md").status_code == 404
     assert engine.ids() == []
+
+
+@pytest.mark.parametrize("name", [".", "..", "a\nb", "a/../b", "/a//", "ü?b#c%2F", "\0"])
+def test_any_name_names_a_document(listing: Any, name: str) -> None:
+    _, client = listing
+    address = "/v1/documents/" + quote(name, safe="").replace(".", "%2E")
+    assert client.put(address, json={"text": TEXT}).status_code == 200
+    assert client.get(address).json()["id"] == name
+    with ServedEngine(str(client.base_url)) as served:
+        assert served.document(name) == client.get(address).json()["chunks"]
+    assert client.delete(address).status_code == 200
+    assert client.put("/v1/documents/%20", json={"text": TEXT}).status_code == 400
+
+
+BLANKS = st.text(" \t\n\r\u00a0", min_size=1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.tuples(BLANKS, BLANKS, BLANKS, BLANKS))
+def test_the_text_of_a_document_is_found_in_a_message(listing: Any, blanks: tuple[str, ...]) -> None:
+    engine, client = listing
+    engine.delete(engine.ids())
+    text = "".join(chain.from_iterable(zip(blanks, [*CHUNKS.values(), ""], strict=True)))
+    put = client.put("/v1/documents/mara", json={"text": text, "chunk_tokens": 20}).json()
+    body = {"messages": [{"role": "user", "content": f"{text}Where was Mara born?"}], "max_tokens": 1, "report": True}
+    found = client.post("/v1/chat/completions", json=body).json()["blend"][0]["chunks"]
+    assert [each["id"] for each in found if each["hit"]] == put["ids"]
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,9 @@ class ServedEngine:
 
     def document(self, document: str) -> list[str]:
         try:
-            return list(self._server.read(f"/v1/documents/{quote(document, safe='')}")["chunks"])
+            # "." and ".." mean other addresses, unless they are escaped.
+            name = quote(document, safe="").replace(".", "%2E")
+            return list(self._server.read(f"/v1/documents/{name}")["chunks"])
         except UnknownChunkError:
             return []
 
