@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import re
 import sys
@@ -80,10 +81,12 @@ def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
 
 def make_quiet() -> None:
     """Keep progress bars and notes of the model libraries out of the output; warnings of this package stay."""
-    from transformers.utils import logging
+    from transformers.utils import logging as of_transformers
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    # Where it is installed, it tells of kernels that it would like to have.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def say_seconds(seconds: float) -> str:
