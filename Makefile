@@ -153,7 +153,7 @@ check-gguf: $(GGUF_STAMP) $(STAMP)  ## the tests of GGUF models, in a virtual en
 check-all: lint $(VLLM_STAMP) $(GGUF_STAMP)  ## lint, and the tests at full counts in two processes, with the core's coverage; writes tests/check-all.txt
 	{ $(PYTEST) -q -rN --cov=cacheblend_rag --cov-report= --cov-fail-under=91 tests $(addsuffix /tests,$(OTHERS)) && \
 		$(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 tests $(addsuffix /tests,$(OTHERS)) && \
-		$(GGUF_VENV)/bin/python -m pytest -m full -n 2 --dist loadfile -q -rN -o filterwarnings=default integrations/gguf/tests lab/tests/test_real_model.py && \
+		$(GGUF_VENV)/bin/python -m pytest -m full -n 2 --dist loadfile -q -rN -o filterwarnings=default integrations/gguf/tests lab/tests/test_real_model.py lab/tests/test_real_llama_index.py && \
 		$(VLLM_VENV)/bin/python -m pytest -m full -n 2 --dist loadfile -q -rN -o filterwarnings=default integrations/vllm/tests && \
 		$(NBMAKE) -q examples; } 2>&1 | sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 

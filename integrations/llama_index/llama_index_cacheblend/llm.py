@@ -20,6 +20,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    MessageRole,
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
@@ -31,10 +32,11 @@ from llama_index.core.types import BaseOutputParser
 from pydantic.json_schema import SkipJsonSchema
 
 from cacheblend_rag.chat.answer import Ending, ModelCall
+from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.engines import given_engine, model_engine
 from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
 from cacheblend_rag.chat.render import VARIABLES, template_variables
-from cacheblend_rag.chunk import BlendPrompt, carried_prompt
+from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendStream, Engine
 from cacheblend_rag.errors import ConfigError
@@ -296,7 +298,10 @@ class BlendLLM(JSONAnswers):
             write: Any = self.messages_to_prompt
             if variables and not isinstance(given, str) and getattr(write, "func", None) is render_messages:
                 write, variables = partial(write, asked=variables), {}
-            prompt = BlendPrompt(segments=[given if isinstance(given, str) else write(given)])
+            # What agents and LlamaIndex's own synthesizers write holds the texts of nodes.
+            asked_last = given if isinstance(given, str) else _asked(given)
+            text = given if isinstance(given, str) else write(given)
+            prompt = catalog_of(self.engine).prompt(self.engine, [text], asked=asked_last)
         if variables:
             raise ConfigError(
                 f"{', '.join(variables)} set variables of the chat template, which does not write this prompt; give them to "
@@ -328,6 +333,12 @@ class BlendLLM(JSONAnswers):
     async def _astream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, Ending]:
         # Whole answers come from streams too, because a stream can be ended from outside.
         return await asyncio.to_thread(self._stream, given, kwargs)
+
+
+def _asked(messages: Sequence[ChatMessage]) -> str:
+    """Return the words of a user's message that ends a conversation."""
+    last = messages[-1] if messages else ChatMessage(content="")
+    return (last.content or "") if last.role == MessageRole.USER else ""
 
 
 def _decoding_options(

@@ -13,8 +13,9 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChat
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.query_engine import RetrieverQueryEngine, retriever_query_engine
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, retriever_query_engine
 from llama_index.core.response_synthesizers import ResponseMode, factory
+from llama_index.core.schema import MetadataMode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_attachments import calibrate, calibrate_asking, inspector_page
@@ -180,6 +181,23 @@ def test_a_chat_over_a_query_engine(index: VectorStoreIndex, llm: BlendLLM) -> N
     assert source.raw_output.metadata["blend"]["hits"] == 2
     engine = RetrieverQueryEngine.from_args(index.as_retriever(), llm=llm, response_mode="blend")
     assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "accumulate", "citation"])
+def test_llama_indexs_own_synthesizers_find_the_kv_of_nodes(
+    llm: BlendLLM, index: VectorStoreIndex, events: EventLog, mode: str
+) -> None:
+    """Which write the nodes' texts into prompts themselves, citations behind the numbers of their sources."""
+    if mode == "citation":
+        # What metadata the model is shown belongs to the text, and a source is not to be cut where the node was not.
+        engine: Any = CitationQueryEngine.from_args(index, llm, similarity_top_k=2, metadata_mode=MetadataMode.LLM)
+    else:
+        engine = index.as_query_engine(llm=llm, similarity_top_k=2, response_mode=mode)
+    found = {each.node.get_content() for each in index.as_retriever(similarity_top_k=2).retrieve(QUESTION)}
+    engine.query(QUESTION)
+    reports = [event.response.raw["blend"] for event in events.of(LLMChatEndEvent)]
+    hits = [chunk["id"] for report in reports for chunk in report["chunks"] if chunk["hit"]]
+    assert [FACTS[int(id[1:])] in found for id in hits] == [True, True]
 
 
 def test_a_report_is_printed_written_and_drawn(index: VectorStoreIndex, llm: BlendLLM) -> None:
