@@ -256,6 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--step", type=int, default=1, help="ask every so many questions one")
     parser.add_argument("--copying", type=int, help="continue so many sentences of each document instead")
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
+    parser.add_argument("--retrieved", type=int, default=RETRIEVED, help="chunks of a prompt")
     options = parser.parse_args(arguments)
     own = {"manual": manual, "ledgers": ledgers}
     given = own[options.set]() if options.set in own else read_set(Path(options.set))
@@ -267,7 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
             BlendEngine.from_pretrained(options.model, config=EngineConfig(dtype=options.dtype))
         )
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trial = Trial(engine, given, folder, options.chunk_tokens, whole=options.set == "ledgers")
+        trial = Trial(engine, given, folder, options.chunk_tokens, options.retrieved, whole=options.set == "ledgers")
         stack.callback(trial.close)
         out = stack.enter_context(options.out.open("a"))
         for number in range(0, len(given.questions), options.step):
