@@ -55,7 +55,7 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 	@touch $@
 
 # llama.cpp is built from source, for any processor: what some say that they can do, their virtual machines cannot. pip's cache
-# does not tell builds apart. Of llama.cpp only the library is built; its source has the vocabularies of many families, which the
+# does not tell builds apart. Of llama.cpp only the library is built, optimised where it computes (ggml) alone; its source has the vocabularies of many families, which the
 # tests read. All other packages are those of $(VENV).
 $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	@test -x $(GGUF_VENV)/bin/python || { echo "making the virtual environment $(GGUF_VENV)"; $(PYTHON) -m venv $(GGUF_VENV); }
@@ -64,7 +64,8 @@ $(GGUF_STAMP): $(PROJECTS) constraints.txt
 	@mkdir -p $(GGUF_VENV)/vocabularies
 	tar -xzf $(GGUF_VENV)/source/llama_cpp_python-*.tar.gz -C $(GGUF_VENV)/vocabularies --strip-components=4 --wildcards \
 		'*/vendor/llama.cpp/models/ggml-vocab-*.gguf'
-	echo 'set(LLAMA_BUILD_COMMON OFF)' >$(GGUF_VENV)/library.cmake
+	printf '%s\n' 'set(LLAMA_BUILD_COMMON OFF)' 'if(PROJECT_NAME STREQUAL "llama.cpp")' \
+		'cmake_language(DEFER DIRECTORY $${CMAKE_SOURCE_DIR} CALL target_compile_options llama PRIVATE -O1)' 'endif()' >$(GGUF_VENV)/library.cmake
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE=$(abspath $(GGUF_VENV))/library.cmake" \
 		$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-cache-dir $(GGUF_VENV)/source/llama_cpp_python-*.tar.gz
 	$(GGUF_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps \
