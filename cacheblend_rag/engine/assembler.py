@@ -16,6 +16,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedT
 from cacheblend_rag.companions import Companions
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
+from cacheblend_rag.engine.backend import EncodingModel
 from cacheblend_rag.errors import (
     ConfigError,
     EmptyChunkError,
@@ -63,21 +64,9 @@ class _Piece:
 class Assembler:
     """Turns prompts into token ids, each segment tokenised on its own."""
 
-    window_hint = ""
-    """How a prompt beyond the window could be taken, where anything but a shorter one helps."""
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        store: AnsweringStore,
-        identity: str,
-        window: int | None,
-        form: Decoder | ModelCard | None,
-        config: EngineConfig,
-        num_embeddings: int | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._num_embeddings = len(tokenizer) if num_embeddings is None else num_embeddings
+    def __init__(self, model: EncodingModel, store: AnsweringStore, identity: str, config: EngineConfig) -> None:
+        self.tokenizer = tokenizer = model.tokenizer
+        self._num_embeddings, self._window_hint = model.num_embeddings, model.window_hint
         # Words that were added may lie beyond: a token of one is refused in the text that has it.
         words = getattr(tokenizer, "vocab_size", 0)
         if words > self._num_embeddings:
@@ -86,14 +75,14 @@ class Assembler:
                 "give the model's own tokenizer"
             )
         self._store = store
-        self._window = window
+        self._window, form = model.window, model.form
         # Otherwise a chunk's KV serves only where it was encoded, right after the preamble.
         self._is_movable = form is None or form.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
         self.preamble: tuple[int, ...] = self._preamble(config.preamble, form)
         reach = None if form is None or form.rope_reach is None else form.rope_reach - 1
-        limits = [max(end - len(self.preamble), 0) for end in (window, reach) if end is not None]
+        limits = [max(end - len(self.preamble), 0) for end in (self._window, reach) if end is not None]
         self.separator = self.tokenize(config.separator) if self._is_movable else ()
         is_blended = form is not None and self._is_movable
         # Whether it matters where in its document each token ends.
@@ -241,7 +230,7 @@ class Assembler:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens and ends at position {end}; the window is {self._window} tokens, one of "
                 f"which is needed for the answer: shorten the text{', or retrieve fewer or shorter chunks' if chunks else ''}"
-                f"{self.window_hint}"
+                f"{self._window_hint}"
             )
         blended = tuple(chunk for chunk in chunks if chunk.computed is None)
         layout = PromptLayout(tuple(ids), tuple(places), blended)

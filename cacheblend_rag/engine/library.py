@@ -6,24 +6,22 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, out_of_date
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.encode import ChunkEncoder
 from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
+from cacheblend_rag.engine.backend import EncodingModel
 from cacheblend_rag.engine.background import AddJob
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.protocol import AddOptions
-from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.metrics import EngineMetrics
-from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
@@ -60,34 +58,20 @@ class ChunkLibrary(ABC):
     is_shared: bool = False
     _owns_store = False
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        identity: str,
-        form: Decoder | ModelCard | None,
-        window: int | None,
-        store: KVStore,
-        config: EngineConfig,
-        tuning: Tuning,
-        make_encoder: Callable[[tuple[int, ...]], ChunkEncoder | None],
-        num_kv_layers: int,
-        scheduler: Scheduler,
-        num_embeddings: int | None = None,
-    ) -> None:
+    def __init__(self, model: EncodingModel, store: KVStore, config: EngineConfig, tuning: Tuning) -> None:
         self._process = os.getpid()
-        self.tokenizer = tokenizer
+        self._check_model = model.check_model
+        self.tokenizer, self.window, self._form = model.tokenizer, model.window, model.form
         self.config = config
-        self.window = window
-        self._form = form
         self._store = store
         self._answering = answering = AnsweringStore(store)
-        self._assembler = Assembler(tokenizer, answering, identity, window, form, config, num_embeddings)
+        self._identity = model.identity(private=store.is_private)
+        self._assembler = Assembler(model, answering, self._identity, config)
         self.namespace: str = self._assembler.namespace
         self.store = TenantStore(store, config.tenant or "", self.namespace)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
-        encoder = make_encoder(self._assembler.preamble)
-        self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config)
-        self._ingest = Ingest(self._assembler, self._supply, store, form, config)
+        self._supply = KVSupply(model, answering, self._assembler, config.tenant or "")
+        self._ingest = Ingest(self._assembler, self._supply, store, model.form, config)
         self._prefetcher = Prefetcher(answering, tuning.threads)
 
     @property
@@ -379,10 +363,6 @@ class ChunkLibrary(ABC):
                     self._store.close()
                 else:
                     self._store.settle()
-
-    @abstractmethod
-    def _check_model(self) -> None:
-        """See that what is encoded from now on is what the keys say."""
 
     def _check_open(self) -> None:
         if self._process != os.getpid():

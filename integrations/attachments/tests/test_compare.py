@@ -10,7 +10,7 @@ import pytest
 from cacheblend_attachments import CompareAnswers
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.backend import scheduler_of
 from cacheblend_rag.errors import ConfigError
 from tests.families import tiny_model, tiny_tokenizer, words
 
