@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import ChunkEncoder
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering

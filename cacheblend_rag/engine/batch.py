@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, end_ids
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_batching

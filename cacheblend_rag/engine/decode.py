@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
-from cacheblend_rag.engine.generation import GenerationResult, StopStrings
+from cacheblend_rag.engine.protocol import GenerationResult, StopStrings
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lexer import lexer_of

@@ -17,10 +17,9 @@ from cacheblend_rag.chunk import BlendPrompt, id_list
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine.backend import Attachment, Backend, deadline_of, engine_class
 from cacheblend_rag.engine.batch import options_of_each
-from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, in_thread
 from cacheblend_rag.engine.huggingface import TransformersBackend
-from cacheblend_rag.engine.library import ChunkLibrary
-from cacheblend_rag.engine.opening import open_engine_store
+from cacheblend_rag.engine.library import ChunkLibrary, open_engine_store
+from cacheblend_rag.engine.protocol import BlendStream, GenerationResult, PrefillResult, in_thread
 from cacheblend_rag.engine.request import Request, RequestState, make_report
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.model import Decoder, ModelCard
@@ -106,7 +105,7 @@ class BlendEngine(ChunkLibrary):
         self.unsupported_reason = backend.reason
         self.blend = BlendConfig.of(blend)
         self.check_blend(self.blend)
-        opened = open_engine_store(store, config, self.tuning, self.decoder)
+        opened = open_engine_store(store, config, self.tuning, backend.form)
         self._owns_store = opened is not store
         try:
             super().__init__(backend, opened, config, self.tuning)

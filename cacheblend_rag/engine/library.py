@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, out_of_date
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.backend import EncodingModel
-from cacheblend_rag.engine.background import AddJob
-from cacheblend_rag.engine.ingest import Ingest
+from cacheblend_rag.engine.ingest import AddJob, Ingest
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.protocol import AddOptions
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError, StoreFormatError, StoreReadOnlyError
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.metrics import EngineMetrics
+from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
-from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
+from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
 from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ChunkLibrary"]
+__all__ = ["ChunkLibrary", "open_engine_store"]
+
+logger = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound="ChunkLibrary")
 
@@ -71,7 +75,7 @@ class ChunkLibrary(ABC):
         self.store = TenantStore(store, config.tenant or "", self.namespace)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
         self._supply = KVSupply(model, answering, self._assembler, config.tenant or "")
-        self._ingest = Ingest(self._assembler, self._supply, store, model.form, config)
+        self._ingest = Ingest(self._assembler, self._supply, store, config)
         self._prefetcher = Prefetcher(answering, tuning.threads)
 
     @property
@@ -369,3 +373,35 @@ class ChunkLibrary(ABC):
             raise ConfigError("this engine was made before its process was forked; make one in each process")
         if self._supply.is_closed:
             raise ConfigError("this engine is closed; make a new one")
+
+
+def open_engine_store(
+    store: KVStore | str | Path | None, config: EngineConfig, tuning: Tuning, form: Decoder | ModelCard | None
+) -> KVStore:
+    """Open a store with tiers of the sizes and codecs that the settings name; one that is open already is returned."""
+    if isinstance(store, KVStore):
+        return store
+    if not isinstance(store, str | Path | None):
+        raise ConfigError(
+            f"store is a {type(store).__name__}; give a folder, or what open_store returned, which several engines may share"
+        )
+    by_default = form is not None and any(device.type == "cuda" for device in form.devices)
+    settings: dict[str, Any] = {
+        "page_locked": by_default if tuning.page_locked is None else tuning.page_locked,
+        "ram_bytes": config.ram_bytes,
+        "disk_bytes": config.disk_bytes,
+        "ram_codec": config.ram_codec,
+        "disk_codec": config.disk_codec,
+        "remote": None if config.remote is None else config.remote.get_secret_value(),
+        "names": config.names_url,
+    }
+    try:
+        return open_store(store, **settings)
+    except StoreError as error:
+        # Another folder was meant; or it is RAM that fails.
+        if store is None or isinstance(error, StoreFormatError | StoreReadOnlyError):
+            raise
+        logger.warning(
+            "the store cannot be opened, so KV is kept in the memory of this process and is lost with it: %s", error
+        )
+        return open_store(None, **settings)

@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk

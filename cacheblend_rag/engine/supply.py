@@ -46,6 +46,11 @@ class KVSupply:
         self.is_closed = False
 
     @property
+    def encodes(self) -> bool:
+        """Whether the model's KV is stored."""
+        return self._encoder is not None
+
+    @property
     def encoder(self) -> ChunkEncoder:
         """What computes KV; only asked of a model that can be blended."""
         assert self._encoder is not None
@@ -112,7 +117,7 @@ class KVSupply:
     def note_held(self, request: Request, keys: Sequence[str]) -> None:
         """Note whether KV is stored that is not to be opened, and of a model that has none why."""
         request.state.hits.update(zip(keys, self.store.holds(keys), strict=True))
-        if self._encoder is None:
+        if not self.encodes:
             missing = (key for key in keys if not request.state.hits[key])
             request.state.reasons |= dict.fromkeys(missing, "this model cannot be blended, so no KV is stored for it")
 
