@@ -203,24 +203,29 @@ class Assembler:
         # Text at the end may have no tokens: blanks, for example.
         while len(pieces) > 1 and not pieces[-1].ids:
             pieces.pop()
-        if self.separator and prompt.positions is None:
-            pieces = list(_gapless(pieces))
         last = len(pieces) - 1
         head = None if prompt.positions is not None else self._head(pieces)
         ids: list[int] = []
         places: list[int] = []
         chunks: list[PromptChunk] = []
         context: tuple[int, int] | None = None
+        # The separator after a chunk, which its KV covers, is of the chunk, if the prompt continues behind it.
+        is_covered = False
         for number, piece in enumerate(pieces):
-            row = len(ids)
+            if is_covered:
+                is_covered = False
+                continue
+            chunk, own, row = piece.chunk, piece.ids, len(ids)
+            if chunk is not None and chunk.separator and prompt.positions is None and number + 1 < last:
+                following = pieces[number + 1]
+                is_covered = following.chunk is None and following.ids == chunk.separator and own == chunk.token_ids
+                own = chunk.kv_ids if is_covered else own
             position = row if piece.position is None else piece.position
-            ids.extend(piece.ids)
-            places.extend(range(position, position + len(piece.ids)))
-            if piece.chunk is not None:
-                chunk = replace(piece.chunk, start=row, stop=len(ids), position=position, follows=bool(chunks))
-                if chunks and prompt.positions is None:
-                    chunk = self._behind_others(chunk)
-                chunks.append(self._served_or_computed(chunk, number == last))
+            ids.extend(own)
+            places.extend(range(position, position + len(own)))
+            if chunk is not None:
+                chunk = replace(chunk, start=row, stop=len(ids), position=position, follows=bool(chunks))
+                chunks.append(self._served(chunk, is_last=number == last, is_placed=prompt.positions is not None))
                 if number < last:
                     context = (context[0] if context else row, len(ids))
         if not ids:
@@ -244,8 +249,15 @@ class Assembler:
             skipped,
         )
 
-    def _served_or_computed(self, chunk: PromptChunk, is_last: bool) -> PromptChunk:
-        """Return a chunk at its place with the reason why it is computed like text, if it is."""
+    def _served(self, chunk: PromptChunk, *, is_last: bool, is_placed: bool) -> PromptChunk:
+        """Return a chunk at its place with the KV that serves it there, or with the reason why it is computed like text."""
+        if chunk.follows and not is_placed and chunk.positions is None and self.companions is not None:
+            later = chunk.later
+            if later is None:
+                record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator, chunk.document)
+                members = self._store.members(self.namespace, chunk.document)
+                [later] = self.companions.choose([record], {chunk.document or "": members})
+            chunk = replace(chunk, key=later.key, later=later)
         if chunk.computed is not None:
             return chunk
         if is_last:
@@ -266,17 +278,6 @@ class Assembler:
         ids = tuple(chain.from_iterable(piece.ids for piece in takewhile(lambda piece: piece.is_fixed, pieces)))
         rows = min(len(ids), sum(len(piece.ids) for piece in pieces) - 1)
         return PromptHead(chunk_key(self.namespace, ids, is_head=True), ids, rows) if rows >= LEAST_HEAD else None
-
-    def _behind_others(self, chunk: PromptChunk) -> PromptChunk:
-        """Return a chunk that stands behind another one, with the KV that serves it there."""
-        if self.companions is None or chunk.positions is not None:
-            return chunk
-        later = chunk.later
-        if later is None:
-            record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator, chunk.document)
-            members = self._store.members(self.namespace, chunk.document)
-            [later] = self.companions.choose([record], {chunk.document or "": members})
-        return replace(chunk, key=later.key, later=later)
 
     def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord] | None) -> list[_Piece]:
         """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
@@ -317,17 +318,7 @@ class Assembler:
                     "chunks with their text, or try again later"
                 )
             return None
-        lexer = lexer_of(self.tokenizer)
-        # What was recorded when texts could still spell control tokens is not known any more.
-        return {
-            record.id: record
-            for record in found
-            if record is not None
-            and (
-                lexer.controls.isdisjoint(record.token_ids)
-                or text_hash(lexer.text(record.token_ids)) != record.text_hash
-            )
-        }
+        return {record.id: record for record in found if record is not None}
 
     def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord] | None) -> PromptChunk:
         """Return what is known of the chunk of a segment, not placed yet."""
@@ -372,22 +363,6 @@ def _unplaced(id: str | None, record: NodeRecord, **known: Any) -> PromptChunk:
         document=record.document if known.get("named") else None,
         **known,
     )
-
-
-def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Join the separator after a chunk to that chunk, whose KV covers it, if the prompt has it there and continues."""
-    last = len(pieces) - 1
-    skip = False
-    for number, piece in enumerate(pieces):
-        if skip:
-            skip = False
-            continue
-        chunk = piece.chunk
-        # What the prompt ends with is computed in any case.
-        if chunk is not None and chunk.separator and len(piece.ids) == len(chunk.token_ids) and number + 1 < last:
-            following = pieces[number + 1]
-            skip = following.chunk is None and following.ids == chunk.separator
-        yield _Piece(chunk.kv_ids, piece.position, chunk) if chunk is not None and skip else piece
 
 
 def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:

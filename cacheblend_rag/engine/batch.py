@@ -205,7 +205,7 @@ class BatchingBackend(Backend):
         batch = PaddedBatch(
             [layout.token_ids for layout in layouts],
             [layout.positions for layout in layouts],
-            min(max(outputs.limits), ROOM_FOR_OUTPUT),
+            min(outputs.limit, ROOM_FOR_OUTPUT),
         )
         self.encode_misses([request for request in requests if not request.is_given_up])
         for row, request in enumerate(requests):
@@ -216,9 +216,9 @@ class BatchingBackend(Backend):
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # handed to who asked for this row
-                outputs.drop(row, error)
+                outputs.rows[row].drop(error)
             request.state.forward_ended = time.perf_counter()
-        if len(outputs.errors) == len(requests):
+        if all(row.error for row in outputs.rows):
             return None
         return Prefilled(*batch.filled(self.model.device))
 

@@ -99,7 +99,7 @@ class Answering:
     @property
     def limit(self) -> int:
         """Most tokens of the answer."""
-        return 0 if self.outputs is None else self.outputs.limits[0]
+        return 0 if self.outputs is None else self.outputs.limit
 
     @property
     def ratio(self) -> float | None:
@@ -132,8 +132,8 @@ class Answering:
         self.output.append(token)
         self.ids[0, length] = token
         is_last = bool(self.outputs(self.ids[:, : length + 1], None))
-        if self.outputs.errors:
-            raise self.outputs.errors[0]
+        if (error := self.outputs.rows[0].error) is not None:
+            raise error
         return is_last
 
 
