@@ -87,7 +87,8 @@ class BatchingBackend(Backend):
                         request.state.figures["alone_reason"] = reason
                     batch_size = batch_size if reason is None else 1
                 group = [left.pop(0)]
-                self._fill(group, left, batch_size)
+                if left:
+                    self._fill(group, left, batch_size)
                 own = len(group)
                 answers = self._answers(group, own, joins=is_single and not is_nested)
             finally:
@@ -97,7 +98,7 @@ class BatchingBackend(Backend):
     def _answers(self, group: list[Request], own: int, *, joins: bool) -> Sequence[GenerationResult | Exception]:
         """Answer prompts together, of which the first are of this call; others that wait may join, and get their answers here."""
         try:
-            if joins:
+            if joins and self.scheduler.wanted:
                 self._join(group)
             answers = self._together(group)
         except BaseException as error:
@@ -111,8 +112,8 @@ class BatchingBackend(Backend):
 
     def _join(self, group: list[Request]) -> None:
         """Take out of the line those that may be decoded with a prompt, the oldest first, as far as there is room."""
-        line = self.scheduler.queue if self.scheduler.wanted else ()
-        waiting = [each[1] for each in line if isinstance(each, tuple) and each[0] is group[0].supply]
+        line = (each for each in self.scheduler.queue if isinstance(each, tuple))
+        waiting = [request for supply, request in line if supply is group[0].supply]
         if waiting and self._solo_reason(group[0]) is None:
             self._fill(group, [each for each in waiting if self._agree(group[0], each)], None, picks=True)
 
@@ -137,8 +138,6 @@ class BatchingBackend(Backend):
 
     def _fill(self, group: list[Request], waiting: list[Request], most: int | None, picks: bool = False) -> None:
         """Move those that wait into a group, as far as there is room: a row that has ended goes on to the longest one's end."""
-        if not waiting:
-            return
         width, end, limit = map(max, zip(*map(self._sizes, group), strict=True))
         window = math.inf if self.window is None else self.window
         for other in list(waiting):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.encode import ChunkEncoder, Target
@@ -140,7 +139,7 @@ class KVSupply:
             wanted.setdefault(chunk.key, []).append(chunk)
         found: dict[str, KVReader] = {}
         for key, (chunk, *_) in wanted.items():
-            reader = self._open(request, key, partial(self._is_of, chunk))
+            reader = self._open(request, chunk)
             state.tiers[key] = None if reader is None or key in state.encoded else reader.tier
             # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
             state.hits[key] = state.hits.get(key, True) and reader is not None
@@ -160,34 +159,39 @@ class KVSupply:
                 len(chunks),
                 why_missed(request, chunks[0]),
             )
-        return {chunk.start: _part(found[chunk.key], chunk.first, len(chunk)) for chunk in chunks}
+        return {
+            chunk.start: reader
+            if len(chunk) == len(reader.token_ids)
+            else part_of(reader, chunk.first, chunk.first + len(chunk))
+            for chunk in chunks
+            for reader in [found[chunk.key]]
+        }
 
-    def _open(self, request: Request, key: str, is_right: Callable[[KVReader], bool]) -> KVReader | None:
+    def _open(self, request: Request, what: PromptChunk | PromptHead) -> KVReader | None:
         """Return a reader of KV that was just computed or is stored; what is not what it is stored for is dropped."""
-        state = request.state
+        state, key = request.state, what.key
         if (computed := state.encoded.get(key)) is not None:
             return RamReader(computed)
         reader = None if state.unreadable.get(key) is False else self.store.open(key)
-        if reader is not None and not is_right(reader):
-            logger.warning(
-                "stored KV %s… does not belong to what it is stored for; it will be computed again", key[:12]
-            )
-            self.store.discard(key)
-            state.unreadable[key] = True
+        if reader is None:
             return None
-        return reader
-
-    def _is_of(self, chunk: PromptChunk, reader: KVReader) -> bool:
-        """Whether KV is of a chunk's tokens, in the context that its key says."""
-        return (reader.num_layers, reader.token_ids) == (self._num_kv_layers, chunk.kv_ids) and (
-            chunk.key == chunk_key(self.namespace, chunk.kv_ids, chunk.positions, reader.context)
-        )
+        if isinstance(what, PromptHead):
+            is_right = (reader.start, reader.token_ids) == (0, what.token_ids)
+        else:
+            # In the context that its key says.
+            own = chunk_key(self.namespace, what.kv_ids, what.positions, reader.context)
+            is_right = (reader.token_ids, own) == (what.kv_ids, key)
+        if is_right and reader.num_layers == self._num_kv_layers:
+            return reader
+        logger.warning("stored KV %s… does not belong to what it is stored for; it will be computed again", key[:12])
+        self.store.discard(key)
+        state.unreadable[key] = True
+        return None
 
     def head(self, request: Request, head: PromptHead) -> KVReader:
         """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept."""
-        state, wanted = request.state, (self._num_kv_layers, 0, head.token_ids)
-        started = time.perf_counter()
-        reader = self._open(request, head.key, lambda each: (each.num_layers, each.start, each.token_ids) == wanted)
+        state, started = request.state, time.perf_counter()
+        reader = self._open(request, head)
         state.open_s += state.note("open", started)
         state.figures["head_tokens"] = 0 if reader is None or head.key in state.encoded else head.rows
         if reader is None:
@@ -195,7 +199,7 @@ class KVSupply:
             kv = state.encoded[head.key] = self._make_head(head)
             reader = RamReader(kv)
             state.encode_s += state.note("encode", started)
-        return _part(reader, 0, head.rows)
+        return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
 
     def store_head(self, token_ids: tuple[int, ...]) -> str:
         """Have the KV of tokens that a prompt begins with where other processes find it too; return its key."""
@@ -225,8 +229,3 @@ class KVSupply:
             self.store.cache(key, kv, self.namespace, ids, tenant=self.tenant)
             return
         self.store.put_later(key, kv, self.namespace, named, tenant=self.tenant)
-
-
-def _part(reader: KVReader, first: int, count: int) -> KVReader:
-    """Return a reader of some of the tokens of another one."""
-    return reader if count == len(reader.token_ids) else part_of(reader, first, first + count)
