@@ -9,18 +9,23 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
+from inspect import signature
+from numbers import Integral
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.utils.generic import TransformersKwargs
 
+from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.backend import Backend
-from cacheblend_rag.engine.decode import OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, end_ids
+from cacheblend_rag.engine.decode import NEUTRAL, OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, end_ids
 from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_batching
-from cacheblend_rag.model import Decoder, PaddedBatch
+from cacheblend_rag.model import Decoder, PaddedBatch, unwrapped
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["BatchingBackend", "options_of_each"]
@@ -38,6 +43,23 @@ _BY_ROW = frozenset(
 _DEFAULT_NEW_TOKENS = 256
 # What a checkpoint's generation settings may say besides, to no effect here.
 _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
+# Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
+_FOREIGN = {
+    "input_ids": "the prompt is given as a BlendPrompt",
+    "inputs": "the prompt is given as a BlendPrompt",
+    "inputs_embeds": "the prompt is given as a BlendPrompt",
+    "attention_mask": "a blended prompt is never padded",
+    "position_ids": "positions are given in the BlendPrompt",
+    "past_key_values": "the engine brings its own cache",
+    "streamer": "use BlendEngine.stream",
+    "assistant_model": "assisted decoding is not blended",
+    "adapter_names": "an engine serves the adapter that was active when it was made; make one for each adapter",
+    "alora_offsets": "an activated LoRA is not blended",
+    "prefill_chunk_size": "a blended prefill is one pass",
+    "custom_generate": "the engine runs transformers' own decoding",
+    "generation_config": "give its settings as keywords",
+    "max_length": "use max_new_tokens, which does not count the prompt",
+}
 
 
 class BatchingBackend(Backend):
@@ -60,6 +82,36 @@ class BatchingBackend(Backend):
     @abstractmethod
     def encode_misses(self, requests: Sequence[Request]) -> None:
         """Encode in one go what prompts lack of stored KV."""
+
+    def check_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(max_new_tokens, Integral | None):
+            raise ConfigError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give 1 or more")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ConfigError(
+                f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more"
+            )
+        settings = sorted(options.keys() & BlendConfig.kinds.keys())
+        if settings:
+            kind = BlendConfig.kinds[settings[0]]
+            raise ConfigError(f"{', '.join(settings)}: not options of generate; give {settings[0]} in {kind.__name__}")
+        known = _known_options(type(unwrapped(self.model)))  # type: ignore[arg-type]  # a class is hashed by itself
+        for name in options.keys() - known:
+            raise ConfigError(f"unknown option {name} of generate{did_you_mean(name, known)}")
+        for name, why in _FOREIGN.items():
+            if options.get(name) is not None:
+                raise ConfigError(f"generation option {name} cannot be used here: {why}")
+        for name, neutral in NEUTRAL.items():
+            if options.get(name) not in (None, neutral):
+                raise ConfigError(
+                    f"{name}={options[name]!r:.40} is not supported: a prompt is decoded as one sequence, over the engine's own "
+                    "cache; leave it out"
+                )
+        for name in OBJECT_OPTIONS:
+            if not isinstance(options.get(name), list | tuple | None):
+                raise ConfigError(
+                    f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
+                )
+        return {name: value for name, value in options.items() if value is not None}
 
     def answer(
         self, requests: Sequence[Request], batch_size: int | None = None
@@ -243,6 +295,15 @@ class BatchingBackend(Backend):
                 self._refused = str(error)
             self._tries_batching = False
         return self._refused
+
+
+@lru_cache(maxsize=8)
+def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
+    """Return the options of ``generate`` and of this package's calls for models of one class."""
+    named = ("blend", "wait_s", "tokenizer", "assistant_tokenizer")
+    calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
+    passed_on = (name for call in calls for name in signature(call).parameters)
+    return frozenset({*named, *_FOREIGN, *TransformersKwargs.__optional_keys__, *vars(GenerationConfig()), *passed_on})
 
 
 def attached_reason(request: Request) -> str | None:

@@ -7,38 +7,31 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from inspect import signature
-from numbers import Integral
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import (
     Cache,
-    GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.utils.generic import TransformersKwargs
 
-from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.protocol import GenerationResult, StopStrings
 from cacheblend_rag.engine.request import Request, make_report
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.model import answering_first, past_adapters, unwrapped
+from cacheblend_rag.model import answering_first, past_adapters
 from cacheblend_rag.stops import Spelling
 
 __all__ = [
+    "NEUTRAL",
     "OBJECT_OPTIONS",
     "ROOM_FOR_OUTPUT",
     "Outputs",
     "Prefilled",
-    "checked_options",
     "decode",
     "end_ids",
     "last_logits",
@@ -51,8 +44,7 @@ OBJECT_OPTIONS = ("stopping_criteria", "logits_processor")
 ROOM_FOR_OUTPUT = 512
 """Tokens that a cache is given room for at once: a limit that is meant as "no limit" should not take memory."""
 
-# What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
-_NEUTRAL = {
+NEUTRAL = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "cache_implementation": None,
@@ -60,63 +52,7 @@ _NEUTRAL = {
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
 }
-
-# Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
-_FOREIGN = {
-    "input_ids": "the prompt is given as a BlendPrompt",
-    "inputs": "the prompt is given as a BlendPrompt",
-    "inputs_embeds": "the prompt is given as a BlendPrompt",
-    "attention_mask": "a blended prompt is never padded",
-    "position_ids": "positions are given in the BlendPrompt",
-    "past_key_values": "the engine brings its own cache",
-    "streamer": "use BlendEngine.stream",
-    "assistant_model": "assisted decoding is not blended",
-    "adapter_names": "an engine serves the adapter that was active when it was made; make one for each adapter",
-    "alora_offsets": "an activated LoRA is not blended",
-    "prefill_chunk_size": "a blended prefill is one pass",
-    "custom_generate": "the engine runs transformers' own decoding",
-    "generation_config": "give its settings as keywords",
-    "max_length": "use max_new_tokens, which does not count the prompt",
-}
-
-
-def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation options that say something; refuse unknown ones, and those that blending rules out."""
-    if not isinstance(max_new_tokens, Integral | None):
-        raise ConfigError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give 1 or more")
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more")
-    settings = sorted(options.keys() & BlendConfig.kinds.keys())
-    if settings:
-        kind = BlendConfig.kinds[settings[0]]
-        raise ConfigError(f"{', '.join(settings)}: not options of generate; give {settings[0]} in {kind.__name__}")
-    known = _known_options(type(unwrapped(model)))  # type: ignore[arg-type]  # a class is hashed by itself
-    for name in options.keys() - known:
-        raise ConfigError(f"unknown option {name} of generate{did_you_mean(name, known)}")
-    for name, why in _FOREIGN.items():
-        if options.get(name) is not None:
-            raise ConfigError(f"generation option {name} cannot be used here: {why}")
-    for name, neutral in _NEUTRAL.items():
-        if options.get(name) not in (None, neutral):
-            raise ConfigError(
-                f"{name}={options[name]!r:.40} is not supported: a prompt is decoded as one sequence, over the engine's own "
-                "cache; leave it out"
-            )
-    for name in OBJECT_OPTIONS:
-        if not isinstance(options.get(name), list | tuple | None):
-            raise ConfigError(
-                f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
-            )
-    return {name: value for name, value in options.items() if value is not None}
-
-
-@lru_cache(maxsize=8)
-def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
-    """Return the options of ``generate`` and of this package's calls for models of one class."""
-    named = ("blend", "wait_s", "tokenizer", "assistant_tokenizer")
-    calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
-    passed_on = (name for call in calls for name in signature(call).parameters)
-    return frozenset({*named, *_FOREIGN, *TransformersKwargs.__optional_keys__, *vars(GenerationConfig()), *passed_on})
+"""What a checkpoint's own generation settings may ask for, and a blended prompt cannot have."""
 
 
 def end_ids(model: Any, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
@@ -161,7 +97,7 @@ def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, outputs: 
     """Decode the answers to prompts that were read."""
     # What ends a row by its text is watched here.
     taken = (*OBJECT_OPTIONS, "stop_strings")
-    options = _NEUTRAL | {name: value for name, value in outputs.rows[0].request.options.items() if name not in taken}
+    options = NEUTRAL | {name: value for name, value in outputs.rows[0].request.options.items() if name not in taken}
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inputs, cache = dict(prompts.inputs), prompts.cache

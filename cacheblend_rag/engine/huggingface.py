@@ -20,7 +20,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.backend import RunningForward, scheduler_of
 from cacheblend_rag.engine.batch import BatchingBackend, attached_reason
-from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, checked_options, end_ids, last_logits
+from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, end_ids, last_logits
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
@@ -104,9 +104,6 @@ class TransformersBackend(BatchingBackend):
                 f"selector {selector.name!r} needs the question's attention, which {type(self.model).__name__} does not show; "
                 "choose hkvd"
             )
-
-    def check_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
-        return checked_options(self.model, max_new_tokens, options)
 
     def cut(self, kv: Any, rows: int) -> Any:
         return cut_layers(kv, rows)
