@@ -1,6 +1,7 @@
 """The engine and what it returns."""
 
 from cacheblend_rag.engine.answering import ChunkCollection
+from cacheblend_rag.engine.backend import Attachment
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.ingest import AddJob
 from cacheblend_rag.engine.library import ChunkLibrary
@@ -11,6 +12,7 @@ from cacheblend_rag.report import AddResult, WarmEstimate
 __all__ = [
     "AddJob",
     "AddResult",
+    "Attachment",
     "BlendEngine",
     "BlendStream",
     "ChunkCollection",

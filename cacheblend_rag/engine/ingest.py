@@ -190,7 +190,6 @@ class Ingest:
     def __init__(self, assembler: Assembler, supply: KVSupply, store: KVStore, config: EngineConfig) -> None:
         self._assembler, self._supply, self._store, self._config = assembler, supply, store, config
         self._namespace, self._tenant = supply.namespace, supply.tenant
-        self._has_told = False
         self.jobs = Jobs()
 
     def add(
@@ -339,40 +338,25 @@ class Ingest:
     ) -> AddResult:
         """Encode texts batch by batch, while the batch before is stored in a thread; in the background until it is given up."""
         encoded = tokens = 0
-        started = time.perf_counter()
         storing, stored = Future[None](), list[_Text]()
         storing.set_result(None)
         work.job.tell()
         with ThreadPoolExecutor(1, "cacheblend-writer") as writer:
-            try:
-                for batch in self._computed(work, given_up):
-                    storing.result()
-                    work.finish(stored)
-                    stored = [text for text, _ in batch]
-                    encoded += sum(text.num_tokens > 0 for text in stored)
-                    tokens += sum(text.num_tokens for text in stored)
-                    try:
-                        storing = writer.submit(self._keep, batch)
-                    except RuntimeError:
-                        # Python ends, and starts no threads any more.
-                        self._keep(batch)
-                    # Once it is stored, nothing should keep a batch in memory while the next is computed.
-                    del batch
+            for batch in self._computed(work, given_up):
                 storing.result()
-            except BaseException as error:
-                late = storing.exception()
-                if late is not None and late is not error:
-                    logger.warning("an earlier batch could not be stored either: %s", late)
-                raise
+                work.finish(stored)
+                stored = [text for text, _ in batch]
+                encoded += sum(text.num_tokens > 0 for text in stored)
+                tokens += sum(text.num_tokens for text in stored)
+                try:
+                    storing = writer.submit(self._keep, batch)
+                except RuntimeError:
+                    # Python ends, and starts no threads any more.
+                    self._keep(batch)
+                # Once it is stored, nothing should keep a batch in memory while the next is computed.
+                del batch
+            storing.result()
         work.finish(stored)
-        if encoded and not self._has_told:
-            self._has_told = True
-            held, folder = self._store.stats(), self._store.path
-            where, size = ("RAM", held.ram_bytes) if folder is None else (folder, held.disk_bytes)
-            logger.info(
-                "%d chunks of %d tokens encoded in %.1f s; the store in %s now has %.1f MB of KV (logged once per engine)",
-                *(encoded, tokens, time.perf_counter() - started, where, size / 1e6),
-            )
         if work.failures and on_refused is None:
             raise work.failures[0]
         return replace(result, encoded=encoded, tokens=tokens)
