@@ -204,12 +204,28 @@ class LayerLoader:
         with torch.inference_mode(self._infers):
             self.fetch_kv(layer, piece)
 
-    def fetch_kv(self, layer: int, piece: int) -> None:
-        """Load one layer of one piece (CacheBlend, section 6)."""
+    @torch.no_grad()
+    def fetch_kv(self, layer: int, number: int) -> None:
+        """Load one layer of one piece (CacheBlend, section 6) into its buffer; what a device can take itself `_finish` does."""
         self._times.load_began.setdefault(layer, time.perf_counter())
-        loaded_bytes = self._fill(layer, self._pieces[piece])
+        piece, is_staged = self._pieces[number], _is_staged(self._devices[layer])
+        parts = [reader.layer(layer) for reader in self._readers[piece.chunks]]
+        if is_staged and (piece.is_resident or all(map(_is_page_locked, parts))):
+            # The device copies from where they are.
+            with self._lock:
+                self._direct[layer, piece.rows.start] = parts
+        else:
+            with self._lock:
+                buffer = self._buffers.get(layer)
+                if buffer is None:
+                    # Pages are touched first by the threads that fill them, not here and not in the computation.
+                    is_pinned = self._devices[layer].type == "cuda"
+                    buffer = self._buffers[layer] = self._empty(parts[0], torch.device("cpu"), is_pinned)
+            self._join(parts, piece, buffer)
+            if not is_staged:
+                self._settle(layer, piece, buffer)
         with self._lock:
-            self.load_bytes += loaded_bytes
+            self.load_bytes += 0 if piece.is_resident else sum(part.nbytes for part in parts)
             self._unfinished[layer] -= 1
             if self._unfinished[layer]:
                 return
@@ -233,27 +249,6 @@ class LayerLoader:
             else:
                 pieces.append(_Piece(slice(index, index + 1), slice(span.start, span.stop), (), is_resident))
         return pieces
-
-    @torch.no_grad()
-    def _fill(self, layer: int, piece: _Piece) -> int:
-        """Read one layer of a piece into its buffer and return its bytes; what a device can take itself `_finish` does."""
-        is_staged = _is_staged(self._devices[layer])
-        parts = [reader.layer(layer) for reader in self._readers[piece.chunks]]
-        if is_staged and (piece.is_resident or all(map(_is_page_locked, parts))):
-            # The device copies from where they are.
-            with self._lock:
-                self._direct[layer, piece.rows.start] = parts
-        else:
-            with self._lock:
-                buffer = self._buffers.get(layer)
-                if buffer is None:
-                    # Pages are touched first by the threads that fill them, not here and not in the computation.
-                    is_pinned = self._devices[layer].type == "cuda"
-                    buffer = self._buffers[layer] = self._empty(parts[0], torch.device("cpu"), is_pinned)
-            self._join(parts, piece, buffer)
-            if not is_staged:
-                self._settle(layer, piece, buffer)
-        return 0 if piece.is_resident else sum(part.nbytes for part in parts)
 
     @torch.no_grad()
     def _finish(self, layer: int) -> LayerKV | _Upload:

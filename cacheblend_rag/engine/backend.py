@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -67,7 +66,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._depth = 0
-        self._queue: deque[object] = deque()
+        # What stands in line for the model, the oldest first.
+        self.queue: list[object] = []
 
     def __enter__(self) -> None:
         self.take()
@@ -80,7 +80,7 @@ class Scheduler:
         """Take the model when no other thread waits for it."""
         with self._changed:
             if not self.is_mine:
-                self._changed.wait_for(lambda: self._owner is None and not self._queue)
+                self._changed.wait_for(lambda: self._owner is None and not self.queue)
                 self._owner = threading.get_ident()
             self._depth += 1
         try:
@@ -93,17 +93,6 @@ class Scheduler:
         """Whether this thread has the model."""
         return self._owner == threading.get_ident()
 
-    @property
-    def wanted(self) -> bool:
-        """Whether a thread waits in line."""
-        return bool(self._queue)
-
-    @property
-    def queue(self) -> list[object]:
-        """What stands in line for the model, the oldest first."""
-        with self._changed:
-            return list(self._queue)
-
     def take(
         self, place: object = None, deadline: float = math.inf, is_given_up: Callable[[], bool] | None = None
     ) -> bool:
@@ -114,9 +103,9 @@ class Scheduler:
         place = object() if place is None else place
         with self._changed:
             if not self.is_mine:
-                self._queue.append(place)
+                self.queue.append(place)
                 try:
-                    while self._owner is not None or self._queue[0] is not place:
+                    while self._owner is not None or self.queue[0] is not place:
                         left_s = deadline - time.perf_counter()
                         if left_s <= 0:
                             raise AnswerTimeoutError(
@@ -124,13 +113,15 @@ class Scheduler:
                                 "let it wait longer, or make fewer calls at once"
                             )
                         self._changed.wait(min(left_s, threading.TIMEOUT_MAX if is_given_up is None else GLANCE_S))
-                        if place not in self._queue:
+                        if place not in self.queue:
                             return False
                         if is_given_up is not None and is_given_up():
                             raise CacheBlendError("the answer was cancelled before it began; try again")
                     self._owner = threading.get_ident()
                 finally:
-                    self.pick(place)
+                    if place in self.queue:
+                        self.queue.remove(place)
+                        self._changed.notify_all()
             self._depth += 1
         return True
 
@@ -147,9 +138,9 @@ class Scheduler:
     def pick(self, place: object) -> bool:
         """Take out of the line what another thread waits with; return whether it was still there."""
         with self._changed:
-            if place not in self._queue:
+            if place not in self.queue:
                 return False
-            self._queue.remove(place)
+            self.queue.remove(place)
             self._changed.notify_all()
             return True
 

@@ -20,7 +20,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.backend import Backend
-from cacheblend_rag.engine.decode import NEUTRAL, OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, end_ids
+from cacheblend_rag.engine.decode import NEUTRAL, OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, token_ids
 from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
@@ -150,7 +150,7 @@ class BatchingBackend(Backend):
     def _answers(self, group: list[Request], own: int, *, joins: bool) -> Sequence[GenerationResult | Exception]:
         """Answer prompts together, of which the first are of this call; others that wait may join, and get their answers here."""
         try:
-            if joins and self.scheduler.wanted:
+            if joins and self.scheduler.queue:
                 self._join(group)
             answers = self._together(group)
         except BaseException as error:
@@ -164,7 +164,7 @@ class BatchingBackend(Backend):
 
     def _join(self, group: list[Request]) -> None:
         """Take out of the line those that may be decoded with a prompt, the oldest first, as far as there is room."""
-        line = (each for each in self.scheduler.queue if isinstance(each, tuple))
+        line = (each for each in list(self.scheduler.queue) if isinstance(each, tuple))
         waiting = [request for supply, request in line if supply is group[0].supply]
         if waiting and self._solo_reason(group[0]) is None:
             self._fill(group, [each for each in waiting if self._agree(group[0], each)], None, picks=True)
@@ -240,7 +240,8 @@ class BatchingBackend(Backend):
     def _batch(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         """Answer prompts: a single one goes on in its own cache, several in one padded batch."""
         limits = [self._sizes(request)[2] for request in requests]
-        outputs = Outputs(self.tokenizer, requests, limits, end_ids(self.model, requests[0].options))
+        ends = requests[0].options.get("eos_token_id", self.model.generation_config.eos_token_id)
+        outputs = Outputs(self.tokenizer, requests, limits, token_ids(ends))
         if len(requests) == 1:
             with self.prefill(requests[0], limits[0]) as prefilled:
                 decode(self.model, self.tokenizer, prefilled, outputs)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ __all__ = [
     "Outputs",
     "Prefilled",
     "decode",
-    "end_ids",
     "last_logits",
     "token_ids",
 ]
@@ -53,12 +51,6 @@ NEUTRAL = {
     "assistant_early_exit": None,
 }
 """What a checkpoint's own generation settings may ask for, and a blended prompt cannot have."""
-
-
-def end_ids(model: Any, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
-    """Return the tokens that end an answer, as options of ``generate`` say, or else the model's own settings."""
-    asked = options.get("eos_token_id")
-    return token_ids(model.generation_config.eos_token_id if asked is None else asked)
 
 
 def token_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:

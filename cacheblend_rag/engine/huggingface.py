@@ -20,7 +20,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.backend import RunningForward, scheduler_of
 from cacheblend_rag.engine.batch import BatchingBackend, attached_reason
-from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, end_ids, last_logits
+from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, last_logits, token_ids
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
@@ -73,7 +73,8 @@ class TransformersBackend(BatchingBackend):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        return end_ids(self.model)
+        settings: Any = self.model.generation_config
+        return token_ids(settings.eos_token_id)
 
     def identity(self, *, private: bool) -> str:
         # In a store that this engine alone sees, a random one does as well, and no weights need be read.

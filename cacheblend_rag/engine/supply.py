@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.encode import ChunkEncoder, Target
@@ -38,22 +39,13 @@ class KVSupply:
         self.tenant = tenant
         self.attachments: list[Attachment] = []
         self.scheduler = model.scheduler
-        self._encoder = model.encoder(assembler.preamble)
+        encoder = model.encoder(assembler.preamble)
+        # What computes KV, if the model's is stored.
+        self.encodes, self.encoder = encoder is not None, cast(ChunkEncoder, encoder)
         self._num_kv_layers = model.num_kv_layers
         self._warned_of_no_hit = False
         # Whether its engine was closed; set under `scheduler`.
         self.is_closed = False
-
-    @property
-    def encodes(self) -> bool:
-        """Whether the model's KV is stored."""
-        return self._encoder is not None
-
-    @property
-    def encoder(self) -> ChunkEncoder:
-        """What computes KV; only asked of a model that can be blended."""
-        assert self._encoder is not None
-        return self._encoder
 
     def encode(self, targets: Sequence[Target], *, patient: bool = False) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does."""

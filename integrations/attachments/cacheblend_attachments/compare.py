@@ -151,7 +151,7 @@ class CompareAnswers(Attachment, Collector):
             if device.type == "cuda":
                 # Otherwise all layers would be under way before the first is computed.
                 torch.cuda.current_stream(device).synchronize()
-            if scheduler.wanted or self._is_over:
+            if scheduler.queue or self._is_over:
                 raise _GaveWayError
 
         blend, most = BlendConfig(enabled=False), request.max_new_tokens

@@ -129,7 +129,7 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) 
 
     def hold(*_: Any) -> None:
         if threading.current_thread().name == THREAD:
-            attempts.append(scheduler_of(engine.model).wanted)
+            attempts.append(bool(scheduler_of(engine.model).queue))
             begun.set()
             assert go_on.wait(120)
 
@@ -138,7 +138,7 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) 
     assert begun.wait(120)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(engine.generate, prompt(1), 2, blend=BlendConfig(enabled=False))
-        while not scheduler_of(engine.model).wanted:
+        while not scheduler_of(engine.model).queue:
             pass
         go_on.set()
         assert answer.result(120).token_ids

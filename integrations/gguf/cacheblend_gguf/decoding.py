@@ -195,7 +195,7 @@ class Decoding:
                     if not self._active:
                         break
                     self._step()
-                    if self._llama.scheduler.wanted:
+                    if self._llama.scheduler.queue:
                         break
 
     def _admit(self) -> None:
