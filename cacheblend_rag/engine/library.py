@@ -26,7 +26,7 @@ from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
-from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
+from cacheblend_rag.store import KVStore, NameChanges, Names, NodeRecord, open_store
 from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -223,8 +223,7 @@ class ChunkLibrary(ABC):
 
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
-        self._check_open()
-        return self._store.names.document(self.namespace, document)
+        return self._names.document(self.namespace, document)
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be needed soon, and return at once.
@@ -260,28 +259,23 @@ class ChunkLibrary(ABC):
         within : str, optional
             Return only those of documents whose names begin so.
         """
-        self._check_open()
-        return [id for id in self._store.names.ids(self.namespace, within) if not id.startswith(HEAD_PREFIX)]
+        return [id for id in self._names.ids(self.namespace, within) if not id.startswith(HEAD_PREFIX)]
 
     def page(self, after: str = "", limit: int = 1000) -> list[tuple[str, str | None]]:
         """Return the first ids behind `after`, sorted, and the document of each chunk; a large library is listed page by page."""
-        self._check_open()
-        return self._store.names.page(self.namespace, after, limit, HEAD_PREFIX)
+        return self._names.page(self.namespace, after, limit, HEAD_PREFIX)
 
     def documents(self, after: str = "", limit: int = 1000) -> list[str]:
         """Return the first known documents behind the one called `after`, sorted by their names."""
-        self._check_open()
-        return self._store.names.documents(self.namespace, after, limit)
+        return self._names.documents(self.namespace, after, limit)
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
-        self._check_open()
-        return self._store.names.beginning(self.namespace, HEAD_PREFIX)
+        return self._names.beginning(self.namespace, HEAD_PREFIX)
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens, its document, what its KV has seen; None where the id is unknown."""
-        self._check_open()
-        return self._store.names.lookup(self.namespace, id_list(ids))
+        return self._names.lookup(self.namespace, id_list(ids))
 
     def changes(self, since: int | None = None) -> NameChanges:
         """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
@@ -296,8 +290,7 @@ class ChunkLibrary(ABC):
         NameChanges
             The names, without those that `ids` leaves out.
         """
-        self._check_open()
-        changes = self._store.names.changes(self.namespace, since)
+        changes = self._names.changes(self.namespace, since)
         names = [each for each in changes.names if each[1] is None or not each[1].startswith(HEAD_PREFIX)]
         return replace(changes, names=names)
 
@@ -367,6 +360,11 @@ class ChunkLibrary(ABC):
                     self._store.close()
                 else:
                     self._store.settle()
+
+    @property
+    def _names(self) -> Names:
+        self._check_open()
+        return self._store.names
 
     def _check_open(self) -> None:
         if self._process != os.getpid():
