@@ -164,29 +164,26 @@ class BatchingBackend(Backend):
 
     def _join(self, group: list[Request]) -> None:
         """Take out of the line those that may be decoded with a prompt, the oldest first, as far as there is room."""
+        [first] = group
         line = (each for each in list(self.scheduler.queue) if isinstance(each, tuple))
-        waiting = [request for supply, request in line if supply is group[0].supply]
-        if waiting and self._solo_reason(group[0]) is None:
-            self._fill(group, [each for each in waiting if self._agree(group[0], each)], None, picks=True)
+        waiting = [request for supply, request in line if supply is first.supply]
+        if waiting and self._may_join(first, first):
+            self._fill(group, [each for each in waiting if self._may_join(each, first)], None, picks=True)
 
-    def _agree(self, one: Request, other: Request) -> bool:
-        """Whether a call that waits may be decoded with another one."""
+    def _may_join(self, request: Request, first: Request) -> bool:
+        """Whether a call may be decoded with another caller's."""
         mine, theirs = (
             {name: (type(value), value) for name, value in each.options.items() if name not in OBJECT_OPTIONS}
-            for each in (one, other)
+            for each in (request, first)
         )
-        try:
-            return not other.is_given_up and mine == theirs and self._solo_reason(other) is None
-        except Exception:  # of its own options; it is told when its turn comes
-            return False
-
-    def _solo_reason(self, request: Request) -> str | None:
-        """Return why a call is not decoded with other calls, or None."""
         # Objects that are not ours could hold up the others.
         brought = [each for name in OBJECT_OPTIONS for each in request.options.get(name) or ()]
-        if not all(getattr(each, "is_of_one_answer", False) for each in brought):
-            return "it has processor or criteria objects of its own"
-        return self._alone_reason(request)
+        if request.is_given_up or not all(getattr(each, "is_of_one_answer", False) for each in brought):
+            return False
+        try:
+            return mine == theirs and self._alone_reason(request) is None
+        except Exception:  # of its own options; it is told when its turn comes
+            return False
 
     def _fill(self, group: list[Request], waiting: list[Request], most: int | None, picks: bool = False) -> None:
         """Move those that wait into a group, as far as there is room: a row that has ended goes on to the longest one's end."""
