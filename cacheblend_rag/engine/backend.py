@@ -173,15 +173,13 @@ class EncodingModel(ABC):
     Its parts are set by its constructor.
     """
 
-    name: str = ""
     tokenizer: Any
     # Most tokens that it can read and write; None for any number.
     window: int | None
     # How a prompt beyond the window could be taken, where anything but a shorter one helps.
     window_hint: str = ""
-    # Form of its KV; None where there is none to store, as `reason` says.
+    # Form of its KV; None where there is none to store.
     form: Decoder | ModelCard | None
-    reason: str | None = None
     num_kv_layers: int
     num_embeddings: int
     scheduler: Scheduler
@@ -207,8 +205,11 @@ class Backend(EncodingModel):
     was computed in full; `forward_started`; and in `figures` what else `BlendReport` has. `Request.supply` is its engine's.
     """
 
+    name: str
     # Model of transformers, if it is one.
     model: Any = None
+    # Why it has no form.
+    reason: str | None = None
     num_layers: int
     # What all engines over the model keep of earlier prompts.
     shelf: WeakSet[PrefixCache]
