@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import torch
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.trace import LayerTimes
@@ -40,19 +40,6 @@ _CLOSE_ROWS = 32
 _KEPT_BYTES = 256 << 20
 _LEAST_BYTES = 1 << 18
 _HUGE_PAGE = 1 << 21
-
-
-class KVForm(Protocol):
-    """Form of a model's KV, by which it is loaded; a `Decoder` and a `ModelCard` have it."""
-
-    @property
-    def num_kv_layers(self) -> int: ...
-    @property
-    def kv_bytes_per_token(self) -> int: ...
-    @property
-    def rotations(self) -> tuple[Rotation | None, ...]: ...
-    @property
-    def devices(self) -> tuple[torch.device, ...]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +83,7 @@ class LayerLoader:
 
     def __init__(
         self,
-        form: KVForm,
+        form: Decoder | ModelCard,
         layout: PromptLayout,
         readers: Sequence[KVReader],
         first_layer: int,
