@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt
-from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.backend import scheduler_of
 from cacheblend_rag.preamble import default_preamble
 from cacheblend_rag.store import KVStore
 from tests.families import tiny_model, tiny_tokenizer

@@ -1,17 +1,18 @@
 """The engine and what it returns."""
 
 from cacheblend_rag.engine.answering import ChunkCollection
-from cacheblend_rag.engine.background import AddJob
+from cacheblend_rag.engine.backend import Attachment
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
+from cacheblend_rag.engine.ingest import AddJob
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.prefetch import Prefetch
-from cacheblend_rag.engine.protocol import Engine, Library
+from cacheblend_rag.engine.protocol import BlendStream, Engine, GenerationResult, Library, PrefillResult, StopStrings
 from cacheblend_rag.report import AddResult, WarmEstimate
 
 __all__ = [
     "AddJob",
     "AddResult",
+    "Attachment",
     "BlendEngine",
     "BlendStream",
     "ChunkCollection",

@@ -16,6 +16,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedT
 from cacheblend_rag.companions import Companions
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
+from cacheblend_rag.engine.backend import EncodingModel
 from cacheblend_rag.errors import (
     ConfigError,
     EmptyChunkError,
@@ -63,21 +64,9 @@ class _Piece:
 class Assembler:
     """Turns prompts into token ids, each segment tokenised on its own."""
 
-    window_hint = ""
-    """How a prompt beyond the window could be taken, where anything but a shorter one helps."""
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        store: AnsweringStore,
-        identity: str,
-        window: int | None,
-        form: Decoder | ModelCard | None,
-        config: EngineConfig,
-        num_embeddings: int | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._num_embeddings = len(tokenizer) if num_embeddings is None else num_embeddings
+    def __init__(self, model: EncodingModel, store: AnsweringStore, identity: str, config: EngineConfig) -> None:
+        self.tokenizer = tokenizer = model.tokenizer
+        self._num_embeddings, self._window_hint = model.num_embeddings, model.window_hint
         # Words that were added may lie beyond: a token of one is refused in the text that has it.
         words = getattr(tokenizer, "vocab_size", 0)
         if words > self._num_embeddings:
@@ -86,14 +75,14 @@ class Assembler:
                 "give the model's own tokenizer"
             )
         self._store = store
-        self._window = window
+        self._window, form = model.window, model.form
         # Otherwise a chunk's KV serves only where it was encoded, right after the preamble.
         self._is_movable = form is None or form.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
         self.preamble: tuple[int, ...] = self._preamble(config.preamble, form)
         reach = None if form is None or form.rope_reach is None else form.rope_reach - 1
-        limits = [max(end - len(self.preamble), 0) for end in (window, reach) if end is not None]
+        limits = [max(end - len(self.preamble), 0) for end in (self._window, reach) if end is not None]
         self.separator = self.tokenize(config.separator) if self._is_movable else ()
         is_blended = form is not None and self._is_movable
         # Whether it matters where in its document each token ends.
@@ -214,24 +203,29 @@ class Assembler:
         # Text at the end may have no tokens: blanks, for example.
         while len(pieces) > 1 and not pieces[-1].ids:
             pieces.pop()
-        if self.separator and prompt.positions is None:
-            pieces = list(_gapless(pieces))
         last = len(pieces) - 1
         head = None if prompt.positions is not None else self._head(pieces)
         ids: list[int] = []
         places: list[int] = []
         chunks: list[PromptChunk] = []
         context: tuple[int, int] | None = None
+        # The separator after a chunk, which its KV covers, is of the chunk, if the prompt continues behind it.
+        is_covered = False
         for number, piece in enumerate(pieces):
-            row = len(ids)
+            if is_covered:
+                is_covered = False
+                continue
+            chunk, own, row = piece.chunk, piece.ids, len(ids)
+            if chunk is not None and chunk.separator and prompt.positions is None and number + 1 < last:
+                following = pieces[number + 1]
+                is_covered = following.chunk is None and following.ids == chunk.separator and own == chunk.token_ids
+                own = chunk.kv_ids if is_covered else own
             position = row if piece.position is None else piece.position
-            ids.extend(piece.ids)
-            places.extend(range(position, position + len(piece.ids)))
-            if piece.chunk is not None:
-                chunk = replace(piece.chunk, start=row, stop=len(ids), position=position, follows=bool(chunks))
-                if chunks and prompt.positions is None:
-                    chunk = self._behind_others(chunk)
-                chunks.append(self._served_or_computed(chunk, number == last))
+            ids.extend(own)
+            places.extend(range(position, position + len(own)))
+            if chunk is not None:
+                chunk = replace(chunk, start=row, stop=len(ids), position=position, follows=bool(chunks))
+                chunks.append(self._served(chunk, is_last=number == last, is_placed=prompt.positions is not None))
                 if number < last:
                     context = (context[0] if context else row, len(ids))
         if not ids:
@@ -241,7 +235,7 @@ class Assembler:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens and ends at position {end}; the window is {self._window} tokens, one of "
                 f"which is needed for the answer: shorten the text{', or retrieve fewer or shorter chunks' if chunks else ''}"
-                f"{self.window_hint}"
+                f"{self._window_hint}"
             )
         blended = tuple(chunk for chunk in chunks if chunk.computed is None)
         layout = PromptLayout(tuple(ids), tuple(places), blended)
@@ -255,8 +249,15 @@ class Assembler:
             skipped,
         )
 
-    def _served_or_computed(self, chunk: PromptChunk, is_last: bool) -> PromptChunk:
-        """Return a chunk at its place with the reason why it is computed like text, if it is."""
+    def _served(self, chunk: PromptChunk, *, is_last: bool, is_placed: bool) -> PromptChunk:
+        """Return a chunk at its place with the KV that serves it there, or with the reason why it is computed like text."""
+        if chunk.follows and not is_placed and chunk.positions is None and self.companions is not None:
+            later = chunk.later
+            if later is None:
+                record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator, chunk.document)
+                members = self._store.members(self.namespace, chunk.document)
+                [later] = self.companions.choose([record], {chunk.document or "": members})
+            chunk = replace(chunk, key=later.key, later=later)
         if chunk.computed is not None:
             return chunk
         if is_last:
@@ -277,17 +278,6 @@ class Assembler:
         ids = tuple(chain.from_iterable(piece.ids for piece in takewhile(lambda piece: piece.is_fixed, pieces)))
         rows = min(len(ids), sum(len(piece.ids) for piece in pieces) - 1)
         return PromptHead(chunk_key(self.namespace, ids, is_head=True), ids, rows) if rows >= LEAST_HEAD else None
-
-    def _behind_others(self, chunk: PromptChunk) -> PromptChunk:
-        """Return a chunk that stands behind another one, with the KV that serves it there."""
-        if self.companions is None or chunk.positions is not None:
-            return chunk
-        later = chunk.later
-        if later is None:
-            record = NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator, chunk.document)
-            members = self._store.members(self.namespace, chunk.document)
-            [later] = self.companions.choose([record], {chunk.document or "": members})
-        return replace(chunk, key=later.key, later=later)
 
     def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord] | None) -> list[_Piece]:
         """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
@@ -328,17 +318,7 @@ class Assembler:
                     "chunks with their text, or try again later"
                 )
             return None
-        lexer = lexer_of(self.tokenizer)
-        # What was recorded when texts could still spell control tokens is not known any more.
-        return {
-            record.id: record
-            for record in found
-            if record is not None
-            and (
-                lexer.controls.isdisjoint(record.token_ids)
-                or text_hash(lexer.text(record.token_ids)) != record.text_hash
-            )
-        }
+        return {record.id: record for record in found if record is not None}
 
     def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord] | None) -> PromptChunk:
         """Return what is known of the chunk of a segment, not placed yet."""
@@ -383,22 +363,6 @@ def _unplaced(id: str | None, record: NodeRecord, **known: Any) -> PromptChunk:
         document=record.document if known.get("named") else None,
         **known,
     )
-
-
-def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Join the separator after a chunk to that chunk, whose KV covers it, if the prompt has it there and continues."""
-    last = len(pieces) - 1
-    skip = False
-    for number, piece in enumerate(pieces):
-        if skip:
-            skip = False
-            continue
-        chunk = piece.chunk
-        # What the prompt ends with is computed in any case.
-        if chunk is not None and chunk.separator and len(piece.ids) == len(chunk.token_ids) and number + 1 < last:
-            following = pieces[number + 1]
-            skip = following.chunk is None and following.ids == chunk.separator
-        yield _Piece(chunk.kv_ids, piece.position, chunk) if chunk is not None and skip else piece
 
 
 def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:

@@ -6,22 +6,29 @@ import copy
 import logging
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from inspect import signature
+from numbers import Integral
+from typing import Any
 
 import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.utils.generic import TransformersKwargs
 
-from cacheblend_rag.engine.decode import OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, end_ids
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.config import BlendConfig, did_you_mean
+from cacheblend_rag.engine.backend import Backend
+from cacheblend_rag.engine.decode import NEUTRAL, OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, token_ids
+from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_batching
-from cacheblend_rag.model import PaddedBatch
+from cacheblend_rag.model import Decoder, PaddedBatch, unwrapped
+from cacheblend_rag.tuning import Tuning
 
-if TYPE_CHECKING:
-    from cacheblend_rag.engine.huggingface import TransformersBackend
-
-__all__ = ["Batcher", "options_of_each"]
+__all__ = ["BatchingBackend", "options_of_each"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +43,88 @@ _BY_ROW = frozenset(
 _DEFAULT_NEW_TOKENS = 256
 # What a checkpoint's generation settings may say besides, to no effect here.
 _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
+# Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
+_FOREIGN = {
+    "input_ids": "the prompt is given as a BlendPrompt",
+    "inputs": "the prompt is given as a BlendPrompt",
+    "inputs_embeds": "the prompt is given as a BlendPrompt",
+    "attention_mask": "a blended prompt is never padded",
+    "position_ids": "positions are given in the BlendPrompt",
+    "past_key_values": "the engine brings its own cache",
+    "streamer": "use BlendEngine.stream",
+    "assistant_model": "assisted decoding is not blended",
+    "adapter_names": "an engine serves the adapter that was active when it was made; make one for each adapter",
+    "alora_offsets": "an activated LoRA is not blended",
+    "prefill_chunk_size": "a blended prefill is one pass",
+    "custom_generate": "the engine runs transformers' own decoding",
+    "generation_config": "give its settings as keywords",
+    "max_length": "use max_new_tokens, which does not count the prompt",
+}
 
 
-class Batcher:
-    """Answers prompts on one model, those that may be decoded together in batches of like length."""
+class BatchingBackend(Backend):
+    """A model of transformers that answers prompts, those that may be decoded together in batches of like length."""
 
-    def __init__(self, backend: TransformersBackend) -> None:
-        self._backend = backend
-        self._batch_tokens = backend.tuning.decode_batch_tokens
-        self._self_check = backend.tuning.self_check
-        self._refused: str | None = None
+    model: PreTrainedModel
+    decoder: Decoder | None
+    # Why no prompts may be decoded together, once that was tried.
+    _refused: str | None = None
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+        self._batch_tokens = tuning.decode_batch_tokens
+        self._tries_batching = tuning.self_check
+
+    @abstractmethod
+    def prefill(self, request: Request, headroom: int, logits_to_keep: int = 1) -> AbstractContextManager[Prefilled]:
+        """Have the model read a prompt, and have it for the ``with`` block, in which up to `headroom` tokens follow."""
+
+    @abstractmethod
+    def encode_misses(self, requests: Sequence[Request]) -> None:
+        """Encode in one go what prompts lack of stored KV."""
+
+    def check_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(max_new_tokens, Integral | None):
+            raise ConfigError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give 1 or more")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ConfigError(
+                f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more"
+            )
+        settings = sorted(options.keys() & BlendConfig.kinds.keys())
+        if settings:
+            kind = BlendConfig.kinds[settings[0]]
+            raise ConfigError(f"{', '.join(settings)}: not options of generate; give {settings[0]} in {kind.__name__}")
+        known = _known_options(type(unwrapped(self.model)))  # type: ignore[arg-type]  # a class is hashed by itself
+        for name in options.keys() - known:
+            raise ConfigError(f"unknown option {name} of generate{did_you_mean(name, known)}")
+        for name, why in _FOREIGN.items():
+            if options.get(name) is not None:
+                raise ConfigError(f"generation option {name} cannot be used here: {why}")
+        for name, neutral in NEUTRAL.items():
+            if options.get(name) not in (None, neutral):
+                raise ConfigError(
+                    f"{name}={options[name]!r:.40} is not supported: a prompt is decoded as one sequence, over the engine's own "
+                    "cache; leave it out"
+                )
+        for name in OBJECT_OPTIONS:
+            if not isinstance(options.get(name), list | tuple | None):
+                raise ConfigError(
+                    f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
+                )
+        return {name: value for name, value in options.items() if value is not None}
 
     def answer(
-        self, requests: Sequence[Request], batch_size: int | None
+        self, requests: Sequence[Request], batch_size: int | None = None
     ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
-        """Answer the prompts of one call, and with them those of others that wait, each in its thread; see `Backend.answer`."""
-        scheduler, is_single = self._backend.scheduler, len(requests) == 1
+        """Answer the prompts of one call, and with them those of others that wait, each in its thread."""
+        scheduler, is_single = self.scheduler, len(requests) == 1
         deadline = min((each.deadline for each in requests), default=math.inf)
         left = sorted(requests, key=lambda each: len(each.prompt.layout), reverse=True)
         while left:
             is_nested = scheduler.is_mine
             try:
                 # A single prompt may be picked by who has the model.
-                place = (self, left[0]) if is_single else None
+                place = (left[0].supply, left[0]) if is_single else None
                 if not scheduler.take(place, deadline, lambda: left[0].is_given_up):
                     yield left[0], _outcome(left[0])
                     return
@@ -73,7 +139,8 @@ class Batcher:
                         request.state.figures["alone_reason"] = reason
                     batch_size = batch_size if reason is None else 1
                 group = [left.pop(0)]
-                self._fill(group, left, batch_size)
+                if left:
+                    self._fill(group, left, batch_size)
                 own = len(group)
                 answers = self._answers(group, own, joins=is_single and not is_nested)
             finally:
@@ -83,7 +150,7 @@ class Batcher:
     def _answers(self, group: list[Request], own: int, *, joins: bool) -> Sequence[GenerationResult | Exception]:
         """Answer prompts together, of which the first are of this call; others that wait may join, and get their answers here."""
         try:
-            if joins:
+            if joins and self.scheduler.queue:
                 self._join(group)
             answers = self._together(group)
         except BaseException as error:
@@ -97,53 +164,48 @@ class Batcher:
 
     def _join(self, group: list[Request]) -> None:
         """Take out of the line those that may be decoded with a prompt, the oldest first, as far as there is room."""
-        line = self._backend.scheduler.queue if self._backend.scheduler.wanted else ()
-        waiting = [each[1] for each in line if isinstance(each, tuple) and each[0] is self]
-        if waiting and self._solo_reason(group[0]) is None:
-            self._fill(group, [each for each in waiting if self._agree(group[0], each)], None, picks=True)
+        [first] = group
+        line = (each for each in list(self.scheduler.queue) if isinstance(each, tuple))
+        waiting = [request for supply, request in line if supply is first.supply]
+        if waiting and self._may_join(first, first):
+            self._fill(group, [each for each in waiting if self._may_join(each, first)], None, picks=True)
 
-    def _agree(self, one: Request, other: Request) -> bool:
-        """Whether a call that waits may be decoded with another one."""
+    def _may_join(self, request: Request, first: Request) -> bool:
+        """Whether a call may be decoded with another caller's."""
         mine, theirs = (
             {name: (type(value), value) for name, value in each.options.items() if name not in OBJECT_OPTIONS}
-            for each in (one, other)
+            for each in (request, first)
         )
+        # Objects that are not ours could hold up the others.
+        brought = [each for name in OBJECT_OPTIONS for each in request.options.get(name) or ()]
+        if request.is_given_up or not all(getattr(each, "is_of_one_answer", False) for each in brought):
+            return False
         try:
-            return not other.is_given_up and mine == theirs and self._solo_reason(other) is None
+            return mine == theirs and self._alone_reason(request) is None
         except Exception:  # of its own options; it is told when its turn comes
             return False
 
-    def _solo_reason(self, request: Request) -> str | None:
-        """Return why a call is not decoded with other calls, or None."""
-        # Objects that are not ours could hold up the others.
-        brought = [each for name in OBJECT_OPTIONS for each in request.options.get(name) or ()]
-        if not all(getattr(each, "is_of_one_answer", False) for each in brought):
-            return "it has processor or criteria objects of its own"
-        return self._alone_reason(request)
-
     def _fill(self, group: list[Request], waiting: list[Request], most: int | None, picks: bool = False) -> None:
         """Move those that wait into a group, as far as there is room: a row that has ended goes on to the longest one's end."""
-        if not waiting:
-            return
         width, end, limit = map(max, zip(*map(self._sizes, group), strict=True))
-        window = math.inf if self._backend.window is None else self._backend.window
+        window = math.inf if self.window is None else self.window
         for other in list(waiting):
             sizes = self._sizes(other)
             wider, later, longer = max(width, sizes[0]), max(end, sizes[1]), max(limit, sizes[2])
             fits = later + longer <= window and (len(group) + 1) * (wider + longer) <= self._batch_tokens
             # It may have left the line meanwhile.
-            if fits and len(group) != most and (not picks or self._backend.scheduler.pick((self, other))):
+            if fits and len(group) != most and (not picks or self.scheduler.pick((other.supply, other))):
                 width, end, limit = wider, later, longer
                 waiting.remove(other)
                 group.append(other)
 
     def _sizes(self, request: Request) -> tuple[int, int, int]:
         """Return the tokens of a prompt, the position after it, and the most tokens of its answer, within the model's window."""
-        own = self._backend.model.generation_config.max_new_tokens
-        limit, layout = int(request.max_new_tokens or own or _DEFAULT_NEW_TOKENS), request.prompt.layout
-        window = self._backend.window
-        limit = limit if window is None else min(limit, window - max(len(layout), layout.end_position))
-        return len(layout), layout.end_position, limit
+        own: Any = self.model.generation_config
+        limit, layout = int(request.max_new_tokens or own.max_new_tokens or _DEFAULT_NEW_TOKENS), request.prompt.layout
+        end = layout.end_position
+        limit = limit if self.window is None else min(limit, self.window - max(len(layout), end))
+        return len(layout), end, limit
 
     def _together(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         """Answer prompts in one batch, whose options differ in objects and limits only; one by one if that fails."""
@@ -174,63 +236,77 @@ class Batcher:
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[GenerationResult | Exception]:
         """Answer prompts: a single one goes on in its own cache, several in one padded batch."""
-        backend = self._backend
         limits = [self._sizes(request)[2] for request in requests]
-        outputs = Outputs(backend.tokenizer, requests, limits, end_ids(backend.model, requests[0].options))
+        ends = requests[0].options.get("eos_token_id", self.model.generation_config.eos_token_id)
+        outputs = Outputs(self.tokenizer, requests, limits, token_ids(ends))
         if len(requests) == 1:
-            with backend.prefill(requests[0], limits[0]) as prefilled:
-                decode(backend.model, backend.tokenizer, prefilled, outputs)
-        elif (prompts := self._prefill(requests, outputs)) is not None:
-            decode(backend.model, backend.tokenizer, prompts, outputs)
+            with self.prefill(requests[0], limits[0]) as prefilled:
+                decode(self.model, self.tokenizer, prefilled, outputs)
+        elif (prompts := self._prefill_all(requests, outputs)) is not None:
+            decode(self.model, self.tokenizer, prompts, outputs)
         for request in requests:
             request.state.figures["batch_size"] = len(requests)
-        return [outputs.result(row, backend.num_layers) for row in range(len(requests))]
+        return [outputs.result(row, self.num_layers) for row in range(len(requests))]
 
-    def _prefill(self, requests: Sequence[Request], outputs: Outputs) -> Prefilled | None:
+    def _prefill_all(self, requests: Sequence[Request], outputs: Outputs) -> Prefilled | None:
         """Prefill prompts one after the other into a padded batch; one that fails or was given up is dropped."""
         layouts = [request.prompt.layout for request in requests]
         batch = PaddedBatch(
             [layout.token_ids for layout in layouts],
             [layout.positions for layout in layouts],
-            min(max(outputs.limits), ROOM_FOR_OUTPUT),
+            min(outputs.limit, ROOM_FOR_OUTPUT),
         )
-        self._backend.encode_misses([request for request in requests if not request.is_given_up])
+        self.encode_misses([request for request in requests if not request.is_given_up])
         for row, request in enumerate(requests):
             try:
-                with self._backend.prefill(request, 0) as prefilled:
+                with self.prefill(request, 0) as prefilled:
                     assert prefilled.logits is not None
                     batch.take(row, prefilled.cache, prefilled.logits[-1])
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # handed to who asked for this row
-                outputs.drop(row, error)
+                outputs.rows[row].drop(error)
             request.state.forward_ended = time.perf_counter()
-        if len(outputs.errors) == len(requests):
+        if all(row.error for row in outputs.rows):
             return None
-        return Prefilled(*batch.filled(self._backend.model.device))
+        return Prefilled(*batch.filled(self.model.device))
 
     def _alone_reason(self, request: Request) -> str | None:
         """Return why a prompt cannot be decoded together with others, or None; asked by who has the model."""
-        decoder = self._backend.decoder
+        decoder = self.decoder
         if decoder is None:
             return "the model cannot be blended, and may not decode several prompts as it decodes one"
         if decoder.rope_reach is not None:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
-        if (reason := self._backend.alone_reason(request)) is not None:
+        if (reason := attached_reason(request)) is not None:
             return reason
-        own = self._backend.model.generation_config.to_diff_dict()
+        own: dict[str, Any] = self.model.generation_config.to_diff_dict()
         given = {name: value for name, value in request.options.items() if value is not None}
         for name, value in (own | given).items():
             # What is 0, False or empty is switched off.
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
                 return f"the generation option {name}={value!r} may read the padding of a batch"
-        if self._self_check:
+        if self._tries_batching:
             try:
                 check_batching(decoder)
             except UnsupportedModelError as error:
                 self._refused = str(error)
-            self._self_check = False
+            self._tries_batching = False
         return self._refused
+
+
+@lru_cache(maxsize=8)
+def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
+    """Return the options of ``generate`` and of this package's calls for models of one class."""
+    named = ("blend", "wait_s", "tokenizer", "assistant_tokenizer")
+    calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
+    passed_on = (name for call in calls for name in signature(call).parameters)
+    return frozenset({*named, *_FOREIGN, *TransformersKwargs.__optional_keys__, *vars(GenerationConfig()), *passed_on})
+
+
+def attached_reason(request: Request) -> str | None:
+    """Return why a prompt must be answered alone, as what is attached says, or None."""
+    return next(filter(None, (each.alone_reason(request) for each in (*request.supply.attachments,))), None)
 
 
 def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]:

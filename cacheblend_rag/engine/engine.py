@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +15,12 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, id_list
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.engine.attachment import Attachment
-from cacheblend_rag.engine.backend import Backend, engine_class
+from cacheblend_rag.engine.backend import Attachment, Backend, deadline_of, engine_class
 from cacheblend_rag.engine.batch import options_of_each
-from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, in_thread
 from cacheblend_rag.engine.huggingface import TransformersBackend
-from cacheblend_rag.engine.library import ChunkLibrary
-from cacheblend_rag.engine.opening import open_engine_store
+from cacheblend_rag.engine.library import ChunkLibrary, open_engine_store
+from cacheblend_rag.engine.protocol import BlendStream, GenerationResult, PrefillResult, in_thread
 from cacheblend_rag.engine.request import Request, RequestState, make_report
-from cacheblend_rag.engine.scheduler import deadline_of
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.model.checkpoint import load_pretrained
@@ -109,30 +105,16 @@ class BlendEngine(ChunkLibrary):
         self.unsupported_reason = backend.reason
         self.blend = BlendConfig.of(blend)
         self.check_blend(self.blend)
-        opened = open_engine_store(store, config, self.tuning, self.decoder)
+        opened = open_engine_store(store, config, self.tuning, backend.form)
         self._owns_store = opened is not store
-        with ExitStack() as undo:
+        try:
+            super().__init__(backend, opened, config, self.tuning)
+        except BaseException:
             if self._owns_store:
-                # It could not be closed any more if the rest fails.
-                undo.callback(opened.close)
-            self._identity = backend.identity(private=opened.is_private)
-            super().__init__(
-                backend.tokenizer,
-                self._identity,
-                backend.form,
-                backend.window,
-                opened,
-                config,
-                self.tuning,
-                backend.encoder,
-                backend.num_kv_layers,
-                backend.scheduler,
-                backend.num_embeddings,
-            )
-            undo.pop_all()
-        self._assembler.window_hint = backend.window_hint
-        backend.supply = self._supply
-        backend.prefixes = self._prefixes = PrefixCache(
+                # It could not be closed any more.
+                opened.close()
+            raise
+        self._prefixes = self._supply.prefixes = PrefixCache(
             self._answering, self.namespace, config.prefix_bytes, backend.shelf, backend.cut
         )
 
@@ -184,18 +166,24 @@ class BlendEngine(ChunkLibrary):
 
     def for_tenant(self, tenant: str) -> BlendEngine:
         """Return an engine of another tenant over this one's model, store, settings and attachments; close it before this one."""
-        own: dict[str, Any] = {"config": self.config, "blend": self.blend, "store": self._store, "tuning": self.tuning}
-        engine = type(self)(self.model, self.tokenizer, tenant=tenant, **own)
-        engine.model_name = self.model_name
+        engine = self.another(
+            config=self.config, blend=self.blend, store=self._store, tuning=self.tuning, tenant=tenant
+        )
         for each in self.attachments:
             if (other := each.for_tenant()) is not None:
                 engine.attach(other)
         return engine
 
+    def another(self, **settings: Any) -> BlendEngine:
+        """Return an engine with settings of its own over this one's model, as it was inspected; close it before this one."""
+        engine = type(self)(self.backend, **settings)
+        engine.model_name = self.model_name
+        return engine
+
     @property
     def attachments(self) -> tuple[Attachment, ...]:
         """What is attached."""
-        return tuple(self.backend.attachments)
+        return tuple(self._supply.attachments)
 
     def attach(self, attachment: _Attached) -> _Attached:
         """Attach something optional, of `cacheblend_attachments` or of yours, to all requests that come from then on; return it.
@@ -213,8 +201,8 @@ class BlendEngine(ChunkLibrary):
         if attachment.leave is not None:
             raise ConfigError(f"this {type(attachment).__name__} was attached before; make another one")
         attachment.attached(self)
-        attachment.leave = partial(self.backend.attachments.remove, attachment)
-        self.backend.attachments.append(attachment)
+        attachment.leave = partial(self._supply.attachments.remove, attachment)
+        self._supply.attachments.append(attachment)
         return attachment
 
     def is_called(self, model: str) -> bool:
@@ -420,7 +408,9 @@ class BlendEngine(ChunkLibrary):
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         # While the others of a batch were put into tokens, it waited.
         state = RequestState(queue_s=began - started)
-        return Request(prompt, assembled, blend, started, deadline, shares, max_new_tokens, options, state=state)
+        return Request(
+            self._supply, prompt, assembled, blend, started, deadline, shares, max_new_tokens, options, state=state
+        )
 
     def _answered(self, request: Request) -> GenerationResult:
         """Have a prompt answered, with others that wait; return the answer or raise why there is none."""
@@ -443,6 +433,3 @@ class BlendEngine(ChunkLibrary):
         if logger.isEnabledFor(logging.INFO):
             # Formatters that write fields, as JSON for example, find the figures under "blend".
             logger.info("%s", report, extra={"blend": report.to_dict()})
-
-    def _check_model(self) -> None:
-        self.backend.check_model()

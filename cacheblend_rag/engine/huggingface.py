@@ -18,13 +18,10 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder
-from cacheblend_rag.engine.attachment import Attachment, RunningForward
-from cacheblend_rag.engine.backend import Backend
-from cacheblend_rag.engine.batch import Batcher
-from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, checked_options, end_ids, last_logits
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.backend import RunningForward, scheduler_of
+from cacheblend_rag.engine.batch import BatchingBackend, attached_reason
+from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, last_logits, token_ids
 from cacheblend_rag.engine.request import Request
-from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import check_blending
@@ -53,11 +50,12 @@ logger = logging.getLogger(__name__)
 _shelves: WeakKeyDictionary[PreTrainedModel, WeakSet[PrefixCache]] = WeakKeyDictionary()
 
 
-class TransformersBackend(Backend):
+class TransformersBackend(BatchingBackend):
     """A Hugging Face causal language model in this process."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, tuning: Tuning, *, strict: bool = False) -> None:
-        self.model, self.tokenizer, self.tuning = model.eval(), tokenizer, tuning
+        super().__init__(tuning)
+        self.model, self.tokenizer = model.eval(), tokenizer
         self.name = getattr(model, "name_or_path", "") or type(model).__name__
         self.window = model_window(model)
         self.scheduler = scheduler_of(model)
@@ -67,9 +65,7 @@ class TransformersBackend(Backend):
         embedding: Any = unwrapped(model).get_input_embeddings()
         self.num_embeddings = embedding.weight.shape[0]
         self.shelf = _shelves.setdefault(unwrapped(model), WeakSet())
-        self.attachments: list[Attachment] = []
         self._weights = WeightsWatch(model)
-        self._batcher = Batcher(self)
 
     def inspect(self, strict: bool) -> tuple[Decoder | None, str | None]:
         """Return the model as blending sees it, or None and why it cannot be blended; `strict` raises that."""
@@ -77,7 +73,8 @@ class TransformersBackend(Backend):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        return end_ids(self.model)
+        settings: Any = self.model.generation_config
+        return token_ids(settings.eos_token_id)
 
     def identity(self, *, private: bool) -> str:
         # In a store that this engine alone sees, a random one does as well, and no weights need be read.
@@ -109,16 +106,8 @@ class TransformersBackend(Backend):
                 "choose hkvd"
             )
 
-    def check_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
-        return checked_options(self.model, max_new_tokens, options)
-
     def cut(self, kv: Any, rows: int) -> Any:
         return cut_layers(kv, rows)
-
-    def answer(
-        self, requests: Sequence[Request], batch_size: int | None = None
-    ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
-        return self._batcher.answer(requests, batch_size)
 
     def last_logits(self, request: Request, count: int) -> torch.Tensor:
         with self.prefill(request, 0, count) as read:
@@ -135,7 +124,7 @@ class TransformersBackend(Backend):
         """
         state = request.state
         with self.scheduler, torch.no_grad():
-            if self.supply.is_closed:
+            if request.supply.is_closed:
                 raise ConfigError("this engine was closed before the prompt's turn came; make a new one")
             if request.is_given_up:
                 raise CacheBlendError("the answer was cancelled before it began; try again")
@@ -149,7 +138,7 @@ class TransformersBackend(Backend):
                     break
                 except ChunkReadError as error:
                     # What cannot be read is a miss: the next round encodes the chunk anew.
-                    self.supply.note_unreadable(request, error)
+                    request.supply.note_unreadable(request, error)
             state.encoded.clear()
             with opened:
                 yield prefilled
@@ -173,19 +162,16 @@ class TransformersBackend(Backend):
         if loader is not None:
             stack.enter_context(loader)
         running = RunningForward(request, self.decoder, cache, steering, headroom, room)
-        for each in (*self.attachments,):
+        for each in (*request.supply.attachments,):
             stack.enter_context(each.around(running))
         inputs = {"input_ids": ids, **placing(self.model, request.prompt.places)}
         with nullcontext() if steering is None else steering():
             return Prefilled(inputs, cache, last_logits(self.model, inputs, cache, logits_to_keep))
 
     def encode_misses(self, requests: Sequence[Request]) -> None:
-        """Encode in one go the chunks without stored KV of several prompts, but for those prefilled in full."""
-        self.supply.encode_misses([request for request in requests if not self._is_whole(request)[0]])
-
-    def alone_reason(self, request: Request) -> str | None:
-        """Return why a prompt must be answered alone, as what is attached says, or None."""
-        return next(filter(None, (each.alone_reason(request) for each in (*self.attachments,))), None)
+        wanted = [request for request in requests if not self._is_whole(request)[0]]
+        if wanted:
+            wanted[0].supply.encode_misses(wanted)
 
     def read_whole(self, request: Request, inputs: dict[str, torch.Tensor]) -> Prefilled:
         """Return how a model that cannot be blended reads a prompt: in full, with its own cache, which may hold states."""
@@ -202,9 +188,9 @@ class TransformersBackend(Backend):
         readers = self._resume(request, whole=whole)
         if whole:
             keys = [chunk.key for chunk in request.waiting if chunk.key not in state.hits]
-            self.supply.note_held(request, keys)
+            request.supply.note_held(request, keys)
             return readers or None
-        found = self.supply.readers(request, self.supply.open_all(request))
+        found = request.supply.readers(request)
         state.selection = make_selection(request.blend, request.layout, self.num_layers)
         return {**found, **readers}
 
@@ -249,7 +235,7 @@ class TransformersBackend(Backend):
             and 0 < int(text[0]) == len(layout) - text.numel()
             and request.prompt.places is None
         )
-        if not goes_on or self.alone_reason(request) is not None:
+        if not goes_on or attached_reason(request) is not None:
             return Steering(decoder, cache, layout, selection, loader.synchronize)
         state.recomputed = None if state.selection is None else torch.empty(0, dtype=torch.int64)
         cache.expect(int(text[0]), decoder.num_kv_layers, loader.synchronize)
@@ -271,9 +257,8 @@ class TransformersBackend(Backend):
         if not blend.enabled or self._refusal(layout) is not None:
             return {}
         rows = 0 if head is None else head.rows
-        found = (
-            self.prefixes.find(request.prompt, None if whole else _effective(blend), rows) if request.shares else None
-        )
+        ratio = None if whole else _effective(blend)
+        found = request.supply.prefixes.find(request.prompt, ratio, rows) if request.shares else None
         if found is not None:
             held, rows = found
             request.resume(rows, whole=whole)
@@ -281,7 +266,7 @@ class TransformersBackend(Backend):
         if head is None:
             return {}
         request.resume(rows, whole=whole, is_head=True)
-        return {0: self.supply.head(request, head)}
+        return {0: request.supply.head(request, head)}
 
     def _remember(self, request: Request, cache: BlendCache) -> None:
         """Keep what was computed for the prompts to come, if it is whole."""
@@ -292,7 +277,8 @@ class TransformersBackend(Backend):
         if is_whole and self._refusal(request.prompt.layout, len(request.state.output_ids)) is None:
             ratio = None if request.state.selection is None else _effective(request.blend)
             kv, rows = cache.kv(), layers[0].held_tokens
-            self.prefixes.keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
+            keep = request.supply.prefixes.keep
+            keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of that many tokens."""

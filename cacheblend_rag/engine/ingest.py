@@ -1,11 +1,13 @@
-"""Adding chunks: names are recorded, and what they lack of KV is encoded and stored, batch by batch."""
+"""Adding chunks: names are recorded, and what they lack of KV is encoded and stored batch by batch, here or in the background."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,16 +18,14 @@ from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.background import AddJob, Jobs
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NodeRecord
 from cacheblend_rag.store.chunkfile import encode_chunk
 
-__all__ = ["Ingest"]
+__all__ = ["AddJob", "Ingest", "Jobs"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,123 @@ _TOGETHER = 8
 # For an estimate texts, more and more of them, are tried for this long.
 _TRIAL_S = 1.0
 
+_LOGGED_S = 5.0
+
 OnRefused = Callable[[Chunk, PromptError], None]
+
+
+class AddJob:
+    """Chunks that `BlendEngine.add` encodes in the background.
+
+    Attributes
+    ----------
+    progress : tuple of int
+        How many chunks are finished, and how many there are.
+    """
+
+    def __init__(self, finished: int, total: int, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self.progress = (finished, total)
+        self._on_progress = on_progress
+        self._started = self._logged = time.monotonic()
+        self._future: Future[AddResult] = Future()
+
+    def done(self) -> bool:
+        """Whether the work has ended, well or not."""
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> AddResult:
+        """Wait for the end of the work, at most `timeout_s` seconds, and return what was done.
+
+        Raises
+        ------
+        CacheBlendError
+            What went wrong, a `StoreError` most likely; what was stored until then stays.
+        TimeoutError
+            If the work goes on after `timeout_s` seconds.
+        """
+        futures.wait([self._future], timeout_s)
+        if not self.done():
+            finished, total = self.progress
+            raise TimeoutError(f"{finished} of {total} chunks are encoded after {timeout_s} s; wait longer")
+        return self._future.result()
+
+    def advance(self, count: int) -> None:
+        """Note that that many more chunks are finished."""
+        if count:
+            finished, total = self.progress
+            self.progress = (finished + count, total)
+            self.tell()
+
+    def tell(self) -> None:
+        """Call `on_progress`, and log how far it is if that was not done for five seconds."""
+        if (now := time.monotonic()) - self._logged > _LOGGED_S:
+            self._logged = now
+            logger.info("%d of %d chunks encoded after %.0f s", *self.progress, now - self._started)
+        if self._on_progress is not None:
+            self._on_progress(*self.progress)
+
+
+Work = Callable[[Callable[[], bool]], AddResult]
+"""Does a job, asking between batches whether to give up."""
+
+
+class Jobs:
+    """Jobs of one engine, done one after the other by a thread of their own; an interpreter that ends waits for them."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "cacheblend-encoder")
+        self._lock = threading.Lock()
+        # Those that are not done, or whose error is still to be told.
+        self._jobs: list[AddJob] = []
+        self._giving_up = False
+
+    def submit(self, job: AddJob, work: Work) -> AddJob:
+        """Put a job at the end of the queue, and return it."""
+        with self._lock:
+            self._jobs = [each for each in self._jobs if not each.done() or each._future.exception()]
+            try:
+                job._future = self._pool.submit(self._do, job, work)
+            except RuntimeError:
+                raise ConfigError("this engine is closed; make a new one") from None
+            self._jobs.append(job)
+        return job
+
+    def flush(self) -> None:
+        """Wait for the jobs that were submitted before, and raise the first error since the last flush."""
+        failed = self._take_failed()
+        _warn_of(failed[1:])
+        if failed:
+            raise failed[0]
+
+    def close(self, wait: bool) -> None:
+        """Take no more jobs and wait for those there are, or give them up after the batch under way."""
+        self._giving_up = self._giving_up or not wait
+        self._pool.shutdown()
+        _warn_of(self._take_failed())
+
+    def _take_failed(self) -> list[BaseException]:
+        """Wait for the jobs there are, and return the errors of those that no other thread has told."""
+        waiting = list(self._jobs)
+        futures.wait([job._future for job in waiting])
+        with self._lock:
+            ended = [each for each in waiting if each in self._jobs]
+            self._jobs = [each for each in self._jobs if each not in waiting]
+        return [error for job in ended if (error := job._future.exception()) is not None]
+
+    def _do(self, job: AddJob, work: Work) -> AddResult:
+        result = None if self._giving_up else work(lambda: self._giving_up)
+        finished, total = job.progress
+        if result is None or (self._giving_up and finished < total):
+            raise ConfigError(
+                f"the engine was closed when {finished} of {total} chunks were encoded; the others are encoded when they "
+                "are retrieved"
+            )
+        return result
+
+
+def _warn_of(failed: list[BaseException]) -> None:
+    for error in failed:
+        logger.warning("chunks added in the background were not stored: %s", error)
 
 
 @dataclass(slots=True)
@@ -71,22 +187,9 @@ class _Work:
 class Ingest:
     """Brings chunks into the store; of a model that cannot be blended they are known by their tokens, and have no KV."""
 
-    def __init__(
-        self,
-        assembler: Assembler,
-        supply: KVSupply,
-        store: KVStore,
-        form: Decoder | ModelCard | None,
-        config: EngineConfig,
-    ) -> None:
-        self._assembler = assembler
-        self._namespace = assembler.namespace
-        self._supply = supply
-        self._store = store
-        self._tenant = config.tenant or ""
-        self._config = config
-        self._form = form
-        self._has_told = False
+    def __init__(self, assembler: Assembler, supply: KVSupply, store: KVStore, config: EngineConfig) -> None:
+        self._assembler, self._supply, self._store, self._config = assembler, supply, store, config
+        self._namespace, self._tenant = supply.namespace, supply.tenant
         self.jobs = Jobs()
 
     def add(
@@ -209,7 +312,7 @@ class Ingest:
 
     def _missing(self, records: Sequence[NodeRecord], positions: Mapping[str, tuple[int, ...] | None]) -> list[_Text]:
         """Return what is to be computed: of each chunk the KV that is not stored."""
-        if self._form is None:
+        if not self._supply.encodes:
             # Of a model without blending no KV is ever missing.
             return []
         keys = list(dict.fromkeys(key for record in records for key in record.keys))
@@ -235,40 +338,25 @@ class Ingest:
     ) -> AddResult:
         """Encode texts batch by batch, while the batch before is stored in a thread; in the background until it is given up."""
         encoded = tokens = 0
-        started = time.perf_counter()
         storing, stored = Future[None](), list[_Text]()
         storing.set_result(None)
         work.job.tell()
         with ThreadPoolExecutor(1, "cacheblend-writer") as writer:
-            try:
-                for batch in self._computed(work, given_up):
-                    storing.result()
-                    work.finish(stored)
-                    stored = [text for text, _ in batch]
-                    encoded += sum(text.num_tokens > 0 for text in stored)
-                    tokens += sum(text.num_tokens for text in stored)
-                    try:
-                        storing = writer.submit(self._keep, batch)
-                    except RuntimeError:
-                        # Python ends, and starts no threads any more.
-                        self._keep(batch)
-                    # Once it is stored, nothing should keep a batch in memory while the next is computed.
-                    del batch
+            for batch in self._computed(work, given_up):
                 storing.result()
-            except BaseException as error:
-                late = storing.exception()
-                if late is not None and late is not error:
-                    logger.warning("an earlier batch could not be stored either: %s", late)
-                raise
+                work.finish(stored)
+                stored = [text for text, _ in batch]
+                encoded += sum(text.num_tokens > 0 for text in stored)
+                tokens += sum(text.num_tokens for text in stored)
+                try:
+                    storing = writer.submit(self._keep, batch)
+                except RuntimeError:
+                    # Python ends, and starts no threads any more.
+                    self._keep(batch)
+                # Once it is stored, nothing should keep a batch in memory while the next is computed.
+                del batch
+            storing.result()
         work.finish(stored)
-        if encoded and not self._has_told:
-            self._has_told = True
-            held, folder = self._store.stats(), self._store.path
-            where, size = ("RAM", held.ram_bytes) if folder is None else (folder, held.disk_bytes)
-            logger.info(
-                "%d chunks of %d tokens encoded in %.1f s; the store in %s now has %.1f MB of KV (logged once per engine)",
-                *(encoded, tokens, time.perf_counter() - started, where, size / 1e6),
-            )
         if work.failures and on_refused is None:
             raise work.failures[0]
         return replace(result, encoded=encoded, tokens=tokens)
@@ -313,10 +401,10 @@ class Ingest:
 
     def _measure(self, texts: Sequence[_Text]) -> tuple[int, int, float]:
         """Return the bytes that the KV of texts would take in RAM and on disk, and the seconds that their batches would take."""
-        plan = [[text.target for text in batch] for batch in self._planned(texts)]
-        if not plan:
+        if not texts:
             return 0, 0, 0.0
-        encoder, targets = self._supply.encoder, [target for batch in plan for target in batch]
+        encoder, targets = self._supply.encoder, [text.target for text in texts]
+        plan = [[targets[index] for index in batch] for batch in encoder.plan(targets)]
         # One whose texts are of about the usual length.
         usual = sorted(plan, key=lambda batch: sum(len(each.token_ids) for each in batch) / len(batch))[len(plan) // 2]
         tried_s, token_s, encoded = 0.0, 0.0, list[ChunkKV]()

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, out_of_date
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.encode import ChunkEncoder
 from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.background import AddJob
-from cacheblend_rag.engine.ingest import Ingest
+from cacheblend_rag.engine.backend import EncodingModel
+from cacheblend_rag.engine.ingest import AddJob, Ingest
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.protocol import AddOptions
-from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError, StoreFormatError, StoreReadOnlyError
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
-from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
+from cacheblend_rag.store import KVStore, NameChanges, Names, NodeRecord, open_store
 from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ChunkLibrary"]
+__all__ = ["ChunkLibrary", "open_engine_store"]
+
+logger = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound="ChunkLibrary")
 
@@ -60,34 +62,20 @@ class ChunkLibrary(ABC):
     is_shared: bool = False
     _owns_store = False
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        identity: str,
-        form: Decoder | ModelCard | None,
-        window: int | None,
-        store: KVStore,
-        config: EngineConfig,
-        tuning: Tuning,
-        make_encoder: Callable[[tuple[int, ...]], ChunkEncoder | None],
-        num_kv_layers: int,
-        scheduler: Scheduler,
-        num_embeddings: int | None = None,
-    ) -> None:
+    def __init__(self, model: EncodingModel, store: KVStore, config: EngineConfig, tuning: Tuning) -> None:
         self._process = os.getpid()
-        self.tokenizer = tokenizer
+        self._check_model = model.check_model
+        self.tokenizer, self.window, self._form = model.tokenizer, model.window, model.form
         self.config = config
-        self.window = window
-        self._form = form
         self._store = store
         self._answering = answering = AnsweringStore(store)
-        self._assembler = Assembler(tokenizer, answering, identity, window, form, config, num_embeddings)
+        self._identity = model.identity(private=store.is_private)
+        self._assembler = Assembler(model, answering, self._identity, config)
         self.namespace: str = self._assembler.namespace
         self.store = TenantStore(store, config.tenant or "", self.namespace)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
-        encoder = make_encoder(self._assembler.preamble)
-        self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config)
-        self._ingest = Ingest(self._assembler, self._supply, store, form, config)
+        self._supply = KVSupply(model, answering, self._assembler, config.tenant or "")
+        self._ingest = Ingest(self._assembler, self._supply, store, config)
         self._prefetcher = Prefetcher(answering, tuning.threads)
 
     @property
@@ -235,8 +223,7 @@ class ChunkLibrary(ABC):
 
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
-        self._check_open()
-        return self._store.names.document(self.namespace, document)
+        return self._names.document(self.namespace, document)
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be needed soon, and return at once.
@@ -272,28 +259,23 @@ class ChunkLibrary(ABC):
         within : str, optional
             Return only those of documents whose names begin so.
         """
-        self._check_open()
-        return [id for id in self._store.names.ids(self.namespace, within) if not id.startswith(HEAD_PREFIX)]
+        return [id for id in self._names.ids(self.namespace, within) if not id.startswith(HEAD_PREFIX)]
 
     def page(self, after: str = "", limit: int = 1000) -> list[tuple[str, str | None]]:
         """Return the first ids behind `after`, sorted, and the document of each chunk; a large library is listed page by page."""
-        self._check_open()
-        return self._store.names.page(self.namespace, after, limit, HEAD_PREFIX)
+        return self._names.page(self.namespace, after, limit, HEAD_PREFIX)
 
     def documents(self, after: str = "", limit: int = 1000) -> list[str]:
         """Return the first known documents behind the one called `after`, sorted by their names."""
-        self._check_open()
-        return self._store.names.documents(self.namespace, after, limit)
+        return self._names.documents(self.namespace, after, limit)
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
-        self._check_open()
-        return self._store.names.beginning(self.namespace, HEAD_PREFIX)
+        return self._names.beginning(self.namespace, HEAD_PREFIX)
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens, its document, what its KV has seen; None where the id is unknown."""
-        self._check_open()
-        return self._store.names.lookup(self.namespace, id_list(ids))
+        return self._names.lookup(self.namespace, id_list(ids))
 
     def changes(self, since: int | None = None) -> NameChanges:
         """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
@@ -308,8 +290,7 @@ class ChunkLibrary(ABC):
         NameChanges
             The names, without those that `ids` leaves out.
         """
-        self._check_open()
-        changes = self._store.names.changes(self.namespace, since)
+        changes = self._names.changes(self.namespace, since)
         names = [each for each in changes.names if each[1] is None or not each[1].startswith(HEAD_PREFIX)]
         return replace(changes, names=names)
 
@@ -380,12 +361,45 @@ class ChunkLibrary(ABC):
                 else:
                     self._store.settle()
 
-    @abstractmethod
-    def _check_model(self) -> None:
-        """See that what is encoded from now on is what the keys say."""
+    @property
+    def _names(self) -> Names:
+        self._check_open()
+        return self._store.names
 
     def _check_open(self) -> None:
         if self._process != os.getpid():
             raise ConfigError("this engine was made before its process was forked; make one in each process")
         if self._supply.is_closed:
             raise ConfigError("this engine is closed; make a new one")
+
+
+def open_engine_store(
+    store: KVStore | str | Path | None, config: EngineConfig, tuning: Tuning, form: Decoder | ModelCard | None
+) -> KVStore:
+    """Open a store with tiers of the sizes and codecs that the settings name; one that is open already is returned."""
+    if isinstance(store, KVStore):
+        return store
+    if not isinstance(store, str | Path | None):
+        raise ConfigError(
+            f"store is a {type(store).__name__}; give a folder, or what open_store returned, which several engines may share"
+        )
+    by_default = form is not None and any(device.type == "cuda" for device in form.devices)
+    settings: dict[str, Any] = {
+        "page_locked": by_default if tuning.page_locked is None else tuning.page_locked,
+        "ram_bytes": config.ram_bytes,
+        "disk_bytes": config.disk_bytes,
+        "ram_codec": config.ram_codec,
+        "disk_codec": config.disk_codec,
+        "remote": None if config.remote is None else config.remote.get_secret_value(),
+        "names": config.names_url,
+    }
+    try:
+        return open_store(store, **settings)
+    except StoreError as error:
+        # Another folder was meant; or it is RAM that fails.
+        if store is None or isinstance(error, StoreFormatError | StoreReadOnlyError):
+            raise
+        logger.warning(
+            "the store cannot be opened, so KV is kept in the memory of this process and is lost with it: %s", error
+        )
+        return open_store(None, **settings)

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
@@ -22,7 +22,12 @@ from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.selection import Selection, make_selector
 from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
-__all__ = ["Request", "RequestState", "make_report", "why_missed"]
+if TYPE_CHECKING:
+    from cacheblend_rag.engine.supply import KVSupply
+
+__all__ = ["DAMAGED", "Request", "RequestState", "make_report", "why_missed"]
+
+DAMAGED = "its stored KV could not be read"
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +45,8 @@ class RequestState:
     tiers: dict[str, str | None] = field(default_factory=dict)
     # Whether what could not be read is damaged. What is not stays stored, and is not opened again.
     unreadable: dict[str, bool] = field(default_factory=dict)
-    fates: dict[str, Literal["unsupported", "damaged"] | None] = field(default_factory=dict)
+    # Why KV is not stored, where that is not in the chunk's name.
+    reasons: dict[str, str] = field(default_factory=dict)
     # KV of misses that was computed before the prompt's turn came.
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
     # Seconds spent on waiting for the model, encoding misses, opening stored KV, and on waiting for it in the forward.
@@ -77,6 +83,8 @@ class RequestState:
 class Request:
     """What was asked: a prompt under the settings and options in force."""
 
+    # Of the engine that was asked.
+    supply: KVSupply
     asked: BlendPrompt
     prompt: AssembledPrompt
     blend: BlendConfig
@@ -249,16 +257,7 @@ def _chunk_report(request: Request, chunk: PromptChunk, recomputed: torch.Tensor
 
 def why_missed(request: Request, chunk: PromptChunk) -> str:
     """Return why a chunk was not served from stored KV."""
-    fate = "damaged" if chunk.key in request.state.unreadable else request.state.fates.get(chunk.key)
-    note = chunk.note
-    if fate is not None:
-        return _FATES[fate]
-    return (
-        note or "its KV is not stored: evicted, not computed yet, or gone with a deleted chunk that it was read behind"
-    )
-
-
-_FATES = {
-    "unsupported": "this model cannot be blended, so no KV is stored for it",
-    "damaged": "its stored KV could not be read",
-}
+    if chunk.key in request.state.unreadable:
+        return DAMAGED
+    missing = "its KV is not stored: evicted, not computed yet, or gone with a deleted chunk that it was read behind"
+    return request.state.reasons.get(chunk.key) or chunk.note or missing

@@ -6,17 +6,18 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 from cacheblend_rag.codec import EXACT, pack_kv
-from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
+from cacheblend_rag.engine.backend import Attachment, EncodingModel
 from cacheblend_rag.engine.request import Request, why_missed
-from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import BackendError, ChunkReadError
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.prompt import PromptChunk, PromptHead
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import part_of
@@ -28,32 +29,23 @@ logger = logging.getLogger(__name__)
 
 
 class KVSupply:
-    """Supplies the KV of chunks, from one store or by one model."""
+    """What a backend has of the engine that asks it: the KV of chunks, of earlier prompts, and what is attached."""
 
-    def __init__(
-        self,
-        encoder: ChunkEncoder | None,
-        num_kv_layers: int,
-        scheduler: Scheduler,
-        store: AnsweringStore,
-        assembler: Assembler,
-        config: EngineConfig,
-    ) -> None:
+    prefixes: PrefixCache
+
+    def __init__(self, model: EncodingModel, store: AnsweringStore, assembler: Assembler, tenant: str) -> None:
         self.store = store
-        self._namespace = assembler.namespace
-        self._encoder = encoder
-        self._tenant = config.tenant or ""
-        self.num_kv_layers = num_kv_layers
+        self.namespace = assembler.namespace
+        self.tenant = tenant
+        self.attachments: list[Attachment] = []
+        self.scheduler = model.scheduler
+        encoder = model.encoder(assembler.preamble)
+        # What computes KV, if the model's is stored.
+        self.encodes, self.encoder = encoder is not None, cast(ChunkEncoder, encoder)
+        self._num_kv_layers = model.num_kv_layers
         self._warned_of_no_hit = False
-        self.scheduler = scheduler
         # Whether its engine was closed; set under `scheduler`.
         self.is_closed = False
-
-    @property
-    def encoder(self) -> ChunkEncoder:
-        """What computes KV; only asked of a model that can be blended."""
-        assert self._encoder is not None
-        return self._encoder
 
     def encode(self, targets: Sequence[Target], *, patient: bool = False) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does."""
@@ -88,7 +80,6 @@ class KVSupply:
         for request in requests:
             keys = [chunk.key for chunk in request.prompt.chunks]
             held = request.state.hits = dict(zip(keys, self.store.holds(keys), strict=True))
-            self.note_fates(request, [key for key, there in held.items() if not there])
             for chunk in request.prompt.chunks:
                 if not held[chunk.key]:
                     missing.setdefault(chunk.key, []).append((request, chunk))
@@ -114,43 +105,12 @@ class KVSupply:
                 self._keep(missing[keys[index]], kv)
                 yield keys[index], kv
 
-    def open_all(self, request: Request) -> dict[str, KVReader | None]:
-        """Return a reader, or None, of each chunk that is not taken over, by its key; hits, tiers and times are filled in."""
-        state = request.state
-        opening = time.perf_counter()
-        found: dict[str, KVReader | None] = {}
-        for chunk in {chunk.key: chunk for chunk in request.waiting}.values():
-            computed = state.encoded.get(chunk.key)
-            reader: KVReader | None
-            if computed is not None:
-                reader, tier = RamReader(computed), None
-            else:
-                reader = None if state.unreadable.get(chunk.key) is False else self.store.open(chunk.key)
-                # It is of the chunk's tokens, in the context that its key says.
-                if reader is not None and (
-                    (reader.num_layers, reader.token_ids) != (self.num_kv_layers, chunk.kv_ids)
-                    or chunk.key != chunk_key(self._namespace, chunk.kv_ids, chunk.positions, reader.context)
-                ):
-                    logger.warning(
-                        "stored KV %s… does not belong to the chunk it is stored for; it will be computed again",
-                        chunk.key[:12],
-                    )
-                    self.store.discard(chunk.key)
-                    state.unreadable[chunk.key] = True
-                    reader = None
-                tier = None if reader is None else reader.tier
-            found[chunk.key], state.tiers[chunk.key] = reader, tier
-            # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
-            state.hits[chunk.key] = state.hits.get(chunk.key, True) and reader is not None
-        if missing := [key for key, reader in found.items() if reader is None]:
-            self.note_fates(request, missing)
-        state.open_s += state.note("open", opening)
-        return found
-
     def note_held(self, request: Request, keys: Sequence[str]) -> None:
-        """Note whether KV is stored that is not to be opened, and what became of it otherwise."""
+        """Note whether KV is stored that is not to be opened, and of a model that has none why."""
         request.state.hits.update(zip(keys, self.store.holds(keys), strict=True))
-        self.note_fates(request, [key for key in keys if not request.state.hits[key]])
+        if not self.encodes:
+            missing = (key for key in keys if not request.state.hits[key])
+            request.state.reasons |= dict.fromkeys(missing, "this model cannot be blended, so no KV is stored for it")
 
     def note_unreadable(self, request: Request, error: ChunkReadError) -> None:
         """Note that KV could not be read, so that it is a miss the next time; what is damaged goes."""
@@ -159,26 +119,31 @@ class KVSupply:
         if error.damaged:
             self.store.discard(error.key)
 
-    def note_fates(self, request: Request, keys: Sequence[str]) -> None:
-        """Note where the model is why KV is not stored."""
-        if self._encoder is None:
-            request.state.fates |= dict.fromkeys(keys, "unsupported")
+    def readers(self, request: Request) -> dict[int, KVReader]:
+        """Return a reader of each chunk, or part, that is not taken over, by its first row; what is not stored is encoded first.
 
-    def readers(self, request: Request, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
-        """Return a reader of each chunk, or part, that is not taken over, by its first row; encode those that `found` lacks."""
-        chunks = request.waiting
-        missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
-        if missing:
+        Hits, tiers and times are filled in.
+        """
+        state, chunks = request.state, request.waiting
+        opening = time.perf_counter()
+        wanted: dict[str, list[PromptChunk]] = {}
+        for chunk in chunks:
+            wanted.setdefault(chunk.key, []).append(chunk)
+        found: dict[str, KVReader] = {}
+        for key, (chunk, *_) in wanted.items():
+            reader = self._open(request, chunk)
+            state.tiers[key] = None if reader is None or key in state.encoded else reader.tier
+            # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
+            state.hits[key] = state.hits.get(key, True) and reader is not None
+            if reader is not None:
+                found[key] = reader
+        state.open_s += state.note("open", opening)
+        if len(found) < len(wanted):
             started = time.perf_counter()
-            wanted = {key: [chunk for chunk in chunks if chunk.key == key] for key in missing}
-            for key, kv in self._encode_missing(wanted):
+            for key, kv in self._encode_missing({key: wanted[key] for key in wanted if key not in found}):
                 found[key] = RamReader(kv)
-            request.state.encode_s += request.state.note("encode", started)
-        if (
-            not any(request.state.hits.values())
-            and len(chunks) == len(request.prompt.chunks)
-            and not self._warned_of_no_hit
-        ):
+            state.encode_s += state.note("encode", started)
+        if not self._warned_of_no_hit and len(chunks) == len(request.prompt.chunks) and not any(state.hits.values()):
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was served from the store, so all of them were encoded first; reason for "
@@ -191,28 +156,36 @@ class KVSupply:
             if len(chunk) == len(reader.token_ids)
             else part_of(reader, chunk.first, chunk.first + len(chunk))
             for chunk in chunks
-            if (reader := found[chunk.key]) is not None
+            for reader in [found[chunk.key]]
         }
+
+    def _open(self, request: Request, what: PromptChunk | PromptHead) -> KVReader | None:
+        """Return a reader of KV that was just computed or is stored; what is not what it is stored for is dropped."""
+        state, key = request.state, what.key
+        if (computed := state.encoded.get(key)) is not None:
+            return RamReader(computed)
+        reader = None if state.unreadable.get(key) is False else self.store.open(key)
+        if reader is None:
+            return None
+        if isinstance(what, PromptHead):
+            is_right = (reader.start, reader.token_ids) == (0, what.token_ids)
+        else:
+            # In the context that its key says.
+            own = chunk_key(self.namespace, what.kv_ids, what.positions, reader.context)
+            is_right = (reader.token_ids, own) == (what.kv_ids, key)
+        if is_right and reader.num_layers == self._num_kv_layers:
+            return reader
+        logger.warning("stored KV %s… does not belong to what it is stored for; it will be computed again", key[:12])
+        self.store.discard(key)
+        state.unreadable[key] = True
+        return None
 
     def head(self, request: Request, head: PromptHead) -> KVReader:
         """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept."""
-        state = request.state
-        started = time.perf_counter()
-        computed = state.encoded.get(head.key)
-        reader: KVReader | None = None
-        if computed is not None:
-            reader = RamReader(computed)
-        elif state.unreadable.get(head.key) is not False:
-            reader = self.store.open(head.key)
-        if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
-            self.num_kv_layers,
-            0,
-            head.token_ids,
-        ):
-            self.store.discard(head.key)
-            reader = None
+        state, started = request.state, time.perf_counter()
+        reader = self._open(request, head)
         state.open_s += state.note("open", started)
-        state.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
+        state.figures["head_tokens"] = 0 if reader is None or head.key in state.encoded else head.rows
         if reader is None:
             started = time.perf_counter()
             kv = state.encoded[head.key] = self._make_head(head)
@@ -222,7 +195,7 @@ class KVSupply:
 
     def store_head(self, token_ids: tuple[int, ...]) -> str:
         """Have the KV of tokens that a prompt begins with where other processes find it too; return its key."""
-        head = PromptHead(chunk_key(self._namespace, token_ids, is_head=True), token_ids, len(token_ids))
+        head = PromptHead(chunk_key(self.namespace, token_ids, is_head=True), token_ids, len(token_ids))
         if not self.store.store.holds([head.key], durable=True)[0]:
             self._make_head(head)
             self.store.store.settle()
@@ -234,7 +207,7 @@ class KVSupply:
             kv = self.encoder.head(head.token_ids)
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
         exactly = pack_kv(kv, EXACT)
-        self.store.put_later(head.key, exactly, self._namespace, {}, head.record, tenant=self._tenant)
+        self.store.put_later(head.key, exactly, self.namespace, {}, head.record, tenant=self.tenant)
         return kv
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
@@ -245,6 +218,6 @@ class KVSupply:
             ids = {chunk.id for chunk in chunks if chunk.id is not None}
             # And what it was read behind.
             ids |= {id for chunk in chunks if chunk.later is not None for id, _ in chunk.later.seen}
-            self.store.cache(key, kv, self._namespace, ids, tenant=self._tenant)
+            self.store.cache(key, kv, self.namespace, ids, tenant=self.tenant)
             return
-        self.store.put_later(key, kv, self._namespace, named, tenant=self._tenant)
+        self.store.put_later(key, kv, self.namespace, named, tenant=self.tenant)

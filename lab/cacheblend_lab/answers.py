@@ -159,16 +159,11 @@ class Trial:
         if companions not in self._engines:
             config = EngineConfig(separator="\n\n", prefix_bytes=0, companions=companions)
             store = self._folder / companions
-            namer = self._beside(config, store)
+            namer = self._model.another(config=config, store=store)
             namer.add(self._chunks, background=True)
             namer.close(wait=False)
-            self._engines[companions] = self._beside(config, store)
+            self._engines[companions] = self._model.another(config=config, store=store)
         return self._engines[companions]
-
-    def _beside(self, config: EngineConfig, store: Path) -> Any:
-        if isinstance(self._model, BlendEngine):
-            return BlendEngine(self._model.model, self._tokenizer, config=config, store=store)
-        return self._model.another(config=config, store=store)
 
     def after(self, engine: Any, prompt: BlendPrompt, answer: Sequence[int], blend: BlendConfig) -> torch.Tensor:
         """Return the log-probabilities at each token of an answer, ``(tokens, vocab)``."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.errors import ConfigError, PromptError
 from tests import poison
 from tests.engines import MakeEngine, busy

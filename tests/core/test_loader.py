@@ -35,9 +35,9 @@ def decoder() -> Decoder:
 def _as_if_layers_were_large() -> Iterator[None]:
     """Have small layers go the ways of large ones: in pieces, read ahead by threads, from RAM too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_rag.loader.layers._THREAD_PAYS_BYTES", 0)
-        patch.setattr("cacheblend_rag.loader.layers._CPU_TIERS", frozenset())
-        patch.setattr("cacheblend_rag.loader.assembly._PIECE_BYTES", 1)
+        patch.setattr("cacheblend_rag.loader._THREAD_PAYS_BYTES", 0)
+        patch.setattr("cacheblend_rag.loader._CPU_TIERS", frozenset())
+        patch.setattr("cacheblend_rag.loader._PIECE_BYTES", 1)
         yield
 
 
@@ -124,8 +124,8 @@ def test_layers_are_those_of_the_naive_reference(
     prompt = make_prompt([length for length, _ in chunks], [gap for _, gap in chunks])
     rows, capacity = prompt.layout.context_rows, len(prompt.layout) + room
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_rag.loader.assembly._is_staged", lambda device: staged)
-        patch.setattr("cacheblend_rag.loader.assembly._is_page_locked", lambda part: part.keys.shape[1] % 2 == 0)
+        patch.setattr("cacheblend_rag.loader._is_staged", lambda device: staged)
+        patch.setattr("cacheblend_rag.loader._is_page_locked", lambda part: part.keys.shape[1] % 2 == 0)
         with closing(open_store(Path(folder), 0)) as elsewhere:
             prompt.put(elsewhere)
         with closing(open_store(Path(folder), ram_bytes)) as store:

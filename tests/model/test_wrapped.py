@@ -13,7 +13,7 @@ from cacheblend_attachments import Repair, SnapKV, SourceAttention
 from cacheblend_attachments.watching import watch_forward
 from cacheblend_lab.settings import blend_settings, engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.backend import Attachment
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.families import tiny_model, tiny_tokenizer, words
 

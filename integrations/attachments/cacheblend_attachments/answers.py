@@ -13,7 +13,7 @@ from torch.nn import functional
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.generation import PrefillResult
+from cacheblend_rag.engine.protocol import PrefillResult
 
 __all__ = ["exact_match", "f1_score", "holds_answer", "normalize_answer", "right_losses", "written_after"]
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from cacheblend_attachments.answers import exact_match, f1_score
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
-from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.backend import Attachment
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.model import before_layers
@@ -151,7 +151,7 @@ class CompareAnswers(Attachment, Collector):
             if device.type == "cuda":
                 # Otherwise all layers would be under way before the first is computed.
                 torch.cuda.current_stream(device).synchronize()
-            if scheduler.wanted or self._is_over:
+            if scheduler.queue or self._is_over:
                 raise _GaveWayError
 
         blend, most = BlendConfig(enabled=False), request.max_new_tokens

@@ -16,7 +16,7 @@ from torch import nn
 
 from cacheblend_attachments.watching import Watching, watch_forward
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.attachment import RunningForward
+from cacheblend_rag.engine.backend import RunningForward
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.layout import PromptLayout

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from cacheblend_attachments.watching import Watching, watch_forward
-from cacheblend_rag.engine.attachment import RunningForward
+from cacheblend_rag.engine.backend import RunningForward
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import (
     REACHES,

@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_attachments.watching import Watching
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.attachment import RunningForward
+from cacheblend_rag.engine.backend import RunningForward
 from cacheblend_rag.layout import ChunkSpan
 from cacheblend_rag.model import AttentionCall, attention_weights, watch_attention
 from cacheblend_rag.selection.question import look_layers

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.attachment import Attachment
+from cacheblend_rag.engine.backend import Attachment
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import unwrapped

@@ -10,7 +10,7 @@ import pytest
 from cacheblend_attachments import CompareAnswers
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.backend import scheduler_of
 from cacheblend_rag.errors import ConfigError
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -129,7 +129,7 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) 
 
     def hold(*_: Any) -> None:
         if threading.current_thread().name == THREAD:
-            attempts.append(scheduler_of(engine.model).wanted)
+            attempts.append(bool(scheduler_of(engine.model).queue))
             begun.set()
             assert go_on.wait(120)
 
@@ -138,7 +138,7 @@ def test_it_gives_way_to_a_prompt(engine: BlendEngine, compare: CompareAnswers) 
     assert begun.wait(120)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(engine.generate, prompt(1), 2, blend=BlendConfig(enabled=False))
-        while not scheduler_of(engine.model).wanted:
+        while not scheduler_of(engine.model).queue:
             pass
         go_on.set()
         assert answer.result(120).token_ids

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface, PreTrainedModel
 
 from cacheblend_attachments.snapkv import Eviction, SnapKV, choose_tokens
-from cacheblend_rag.engine.attachment import RunningForward
+from cacheblend_rag.engine.backend import RunningForward
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV

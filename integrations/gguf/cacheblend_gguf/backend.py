@@ -15,7 +15,6 @@ from cacheblend_gguf.encoding import LlamaEncoder
 from cacheblend_gguf.llama import HEAD_CELLS, Llama
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import GenerationResult
-from cacheblend_rag.engine.attachment import Attachment
 from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import Outputs, token_ids
 from cacheblend_rag.engine.request import Request
@@ -47,7 +46,6 @@ class LlamaBackend(Backend):
         # Its sizes, in bytes, are all that is asked of a model elsewhere.
         shapes = tuple((1, keys.nbytes, values.nbytes) for keys, values in llama.form.layers)
         self.form = self._card = ModelCard("", llama.window, torch.uint8, shapes, (None,) * len(shapes))
-        self.attachments: list[Attachment] = []
         self._encode_batch_tokens = encode_batch_tokens
 
     @property
@@ -84,7 +82,8 @@ class LlamaBackend(Backend):
         if len(requests) == 1:
             yield requests[0], self._answer(requests[0])
             return
-        self.supply.encode_misses([request for request in requests if _is_blended(request)])
+        if wanted := [request for request in requests if _is_blended(request)]:
+            wanted[0].supply.encode_misses(wanted)
         with ThreadPoolExecutor(min(len(requests) or 1, batch_size or _AT_ONCE)) as pool:
             yield from zip(requests, pool.map(self._answer, requests), strict=True)
 
@@ -108,12 +107,12 @@ class LlamaBackend(Backend):
         request.state.figures |= {"kv_bytes": kv_bytes, "kv_bytes_before": kv_bytes}
         while True:
             try:
-                answering = Answering(request, self._readers(request), self.prefixes, **wanted)
+                answering = Answering(request, self._readers(request), **wanted)
                 self.llama.decoding.answer(answering)
                 return answering
             except ChunkReadError as error:
                 # What cannot be read is a miss: the next round encodes the chunk anew.
-                self.supply.note_unreadable(request, error)
+                request.supply.note_unreadable(request, error)
 
     def _readers(self, request: Request) -> dict[int, KVReader]:
         """Return readers of the rows of a prompt that are stored or kept, by their first; misses are encoded first."""
@@ -122,25 +121,24 @@ class LlamaBackend(Backend):
         if not _is_blended(request):
             state.fallback_reason = request.chunkless if request.blend.enabled else None
             state.selection = state.recomputed = None
-            self.supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
+            request.supply.note_held(request, [chunk.key for chunk in request.prompt.chunks])
             return head
-        found = self.supply.open_all(request)
+        readers = request.supply.readers(request)
         state.selection = make_selection(request.blend, request.prompt.layout, self.num_layers)
         rows = state.recomputed = state.selection.rows()
         state.charge = float(rows.numel() * self.num_layers)
-        readers = self.supply.readers(request, found)
         for chunk in request.waiting:
             reader = readers.pop(chunk.start)
-            self._check_place(chunk.key, reader, chunk.first)
+            self._check_place(request, chunk.key, reader, chunk.first)
             # Of its first tokens the stored rows are left out.
             count = int(((rows >= chunk.start) & (rows < chunk.stop)).sum())
             if count < len(chunk):
                 readers[chunk.start + count] = part_of(reader, count, len(chunk)) if count else reader
         return {**readers, **head}
 
-    def _check_place(self, key: str, reader: KVReader, first: int) -> None:
+    def _check_place(self, request: Request, key: str, reader: KVReader, first: int) -> None:
         """Raise `ChunkReadError` if KV was not computed behind the preamble and what its key says, as far as can be seen."""
-        start, behind = reader.start - first, len(self.supply.encoder.preamble)
+        start, behind = reader.start - first, len(request.supply.encoder.preamble)
         if start != behind if not reader.context else not behind < start < self.llama.window:
             raise ChunkReadError(key, f"it was computed at position {reader.start}, where it cannot have been")
 
@@ -151,7 +149,7 @@ class LlamaBackend(Backend):
         if not request.blend.enabled or head is None or head.rows > HEAD_CELLS:
             return {}
         request.resume(head.rows, whole=not _is_blended(request), is_head=True)
-        return {0: self.supply.head(request, head)}
+        return {0: request.supply.head(request, head)}
 
 
 def _is_blended(request: Request) -> bool:

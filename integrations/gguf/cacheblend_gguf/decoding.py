@@ -22,11 +22,10 @@ from transformers import (
 )
 
 from cacheblend_rag.chat.seeded import SeededSampling
+from cacheblend_rag.engine.backend import GLANCE_S
 from cacheblend_rag.engine.decode import Outputs
 from cacheblend_rag.engine.request import Request
-from cacheblend_rag.engine.scheduler import GLANCE_S
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
-from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.store import KVReader
 
 if TYPE_CHECKING:
@@ -80,8 +79,6 @@ class Answering:
     request: Request
     # Of each run of stored rows, by the row that it begins at.
     readers: dict[int, KVReader]
-    # Where its engine keeps earlier prompts.
-    prefixes: PrefixCache
     # What ends it; None where the scores after so many last tokens of the prompt are wanted instead.
     outputs: Outputs | None = None
     logits_to_keep: int = 1
@@ -102,7 +99,7 @@ class Answering:
     @property
     def limit(self) -> int:
         """Most tokens of the answer."""
-        return 0 if self.outputs is None else self.outputs.limits[0]
+        return 0 if self.outputs is None else self.outputs.limit
 
     @property
     def ratio(self) -> float | None:
@@ -114,7 +111,7 @@ class Answering:
         request, head = self.request, self.request.prompt.head
         if not request.shares or not request.blend.enabled:
             return None, 0
-        found = self.prefixes.find(request.prompt, self.ratio, 0 if head is None else head.rows)
+        found = request.supply.prefixes.find(request.prompt, self.ratio, 0 if head is None else head.rows)
         return (None, 0) if found is None else (found[0].kv, found[1])
 
     def begin(self, sequence: int, rows: int) -> None:
@@ -135,8 +132,8 @@ class Answering:
         self.output.append(token)
         self.ids[0, length] = token
         is_last = bool(self.outputs(self.ids[:, : length + 1], None))
-        if self.outputs.errors:
-            raise self.outputs.errors[0]
+        if (error := self.outputs.rows[0].error) is not None:
+            raise error
         return is_last
 
 
@@ -198,7 +195,7 @@ class Decoding:
                     if not self._active:
                         break
                     self._step()
-                    if self._llama.scheduler.wanted:
+                    if self._llama.scheduler.queue:
                         break
 
     def _admit(self) -> None:
@@ -303,6 +300,6 @@ class Decoding:
         # Its last token was chosen, not read.
         rows = len(request.prompt.layout) + len(answering.output) - 1
         self._llama.keep(answering.sequence, rows)
-        return answering.prefixes.keep(
+        return request.supply.prefixes.keep(
             request.prompt, answering.output, answering.ratio, rows, answering.sequence, rows * self._llama.row_bytes
         )

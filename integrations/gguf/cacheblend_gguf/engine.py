@@ -33,10 +33,11 @@ class GGUFEngine(BlendEngine):
         Those of `BlendEngine`: `config`, `blend`, `store`, `tenant`, `tuning`.
     """
 
-    def __init__(self, llama: Llama, **settings: Any) -> None:
-        self.llama, self._owns_llama = llama, False
+    def __init__(self, llama: Llama | LlamaBackend, **settings: Any) -> None:
         tuning = settings.get("tuning") or Tuning()
-        super().__init__(LlamaBackend(llama, tuning.encode_batch_tokens), **settings)
+        backend = LlamaBackend(llama, tuning.encode_batch_tokens) if isinstance(llama, Llama) else llama
+        self.llama, self._owns_llama = backend.llama, False
+        super().__init__(backend, **settings)
 
     @classmethod
     def claims(cls, model: Any) -> bool:
@@ -82,16 +83,6 @@ class GGUFEngine(BlendEngine):
             raise
         engine.model_name, engine._owns_llama = str(model), True
         return engine
-
-    def another(self, **settings: Any) -> GGUFEngine:
-        """Return an engine with settings of its own over this one's model; close it before this one."""
-        engine = GGUFEngine(self.llama, **settings)
-        engine.model_name = self.model_name
-        return engine
-
-    def for_tenant(self, tenant: str) -> GGUFEngine:
-        own: dict[str, Any] = {"config": self.config, "blend": self.blend, "store": self._store, "tuning": self.tuning}
-        return self.another(tenant=tenant, **own)
 
     def close(self, *, wait: bool = True) -> None:
         super().close(wait=wait)

@@ -22,7 +22,7 @@ from cacheblend_gguf.state import join_state, split_state
 from cacheblend_gguf.tokenizer import LlamaTokenizer
 from cacheblend_rag.config import SettingsBase, warn_of_unknown_variables
 from cacheblend_rag.encode import shared_length
-from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.engine.backend import Scheduler
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.prefixes import PrefixCache, drop_oldest

@@ -17,7 +17,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedT
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.engine.decode import Prefilled
 from cacheblend_rag.engine.huggingface import TransformersBackend
-from cacheblend_rag.engine.request import Request
+from cacheblend_rag.engine.request import DAMAGED, Request
 from cacheblend_rag.errors import ChunkReadError, StoreError, UnsupportedModelError
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV, LayerKV
@@ -48,8 +48,6 @@ class StateBackend(TransformersBackend):
     """
 
     states: States | None = None
-    # Those of its engine.
-    namespace = tenant = ""
 
     def inspect(self, strict: bool) -> tuple[None, str]:
         kinds = ", ".join(state_layers(self.model))
@@ -97,12 +95,12 @@ class StateBackend(TransformersBackend):
         for chunk in prompt.computed:
             if chunk.start < first.start:
                 return f"the first chunk, {chunk.id!r}, is no document: {chunk.note}"
-        store = self.supply.store
-        found = store.lookup(self.namespace, [first.id]) if first.id is not None and first.named else None
+        store, namespace = request.supply.store, request.supply.namespace
+        found = store.lookup(namespace, [first.id]) if first.id is not None and first.named else None
         named = found[0] if found else None
         if named is None:
             return f"the first chunk, {first.id!r}, was not added"
-        members = [named] if named.document is None else store.members(self.namespace, named.document)
+        members = [named] if named.document is None else store.members(namespace, named.document)
         chunks: list[PromptChunk] = []
         for chunk, member in zip(prompt.chunks, members, strict=False):
             between = prompt.layout.token_ids[chunks[-1].stop if chunks else chunk.start : chunk.start]
@@ -137,8 +135,8 @@ class StateBackend(TransformersBackend):
         ids, started = request.prompt.layout.token_ids, time.perf_counter()
         cache, held = states.begin(), 0
         for border in reversed(borders):
-            key = self._key(ids[:border])
-            reader = None if state.unreadable.get(key) is False else self.supply.store.open(key)
+            key = _key(request, ids[:border])
+            reader = None if state.unreadable.get(key) is False else request.supply.store.open(key)
             if reader is None:
                 continue
             if (reader.num_layers, reader.token_ids, reader.context) != (
@@ -155,7 +153,7 @@ class StateBackend(TransformersBackend):
             break
         state.wait_s += state.note("open", started)
         state.hits |= {chunk.key: chunk.start < held for chunk in chunks}
-        state.fates |= {chunk.key: "damaged" if state.unreadable else None for chunk in chunks}
+        state.reasons |= {chunk.key: DAMAGED if state.unreadable else "" for chunk in chunks}
         if not held:
             self._read_in_full(request, "no state of the document behind this head was stored; now there is one")
             return cache, 0
@@ -176,26 +174,26 @@ class StateBackend(TransformersBackend):
         first: NodeRecord,
     ) -> None:
         """Store the state after a prefix, so that deleting one of its chunks deletes it; in RAM if its head is not fixed."""
-        store, key = self.supply.store, self._key(ids)
+        supply, key = request.supply, _key(request, ids)
+        store, namespace = supply.store, supply.namespace
         name, chunk_ids = states_of(first.id, first.document) + key, [str(chunk.id) for chunk in chunks]
         kv = pack_kv(ChunkKV(ids, 0, state, _CONTEXT), EXACT)
         if _has_fixed_head(request.asked):
-            store.put_later(
-                key, kv, self.namespace, {}, NodeRecord(name, key, text_hash(name), ids), tenant=self.tenant
-            )
+            store.put_later(key, kv, namespace, {}, NodeRecord(name, key, text_hash(name), ids), tenant=supply.tenant)
         else:
             # It may be a user's own text.
-            store.cache(key, kv, self.namespace, [*chunk_ids, name], tenant=self.tenant)
+            store.cache(key, kv, namespace, [*chunk_ids, name], tenant=supply.tenant)
         # Who deleted or replaced a chunk since the prompt came has not found the state.
-        known = store.lookup(self.namespace, chunk_ids) or []
+        known = store.lookup(namespace, chunk_ids) or []
         if any(now is None or now.key != chunk.key for now, chunk in zip(known, chunks, strict=False)):
             try:
-                store.store.forget(self.namespace, [name])
+                store.store.forget(namespace, [name])
             except StoreError as error:
                 logger.warning("the state of a chunk that was deleted just now is still stored: %s", error)
 
-    def _key(self, ids: tuple[int, ...]) -> str:
-        return chunk_key(self.namespace, ids, context=_CONTEXT)
+
+def _key(request: Request, ids: tuple[int, ...]) -> str:
+    return chunk_key(request.supply.namespace, ids, context=_CONTEXT)
 
 
 def _has_fixed_head(prompt: BlendPrompt) -> bool:

@@ -35,12 +35,6 @@ class HybridEngine(BlendEngine):
 
     _kind = StateBackend
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, **settings: Any) -> None:
-        super().__init__(model, tokenizer, **settings)
-        backend = self.backend
-        assert isinstance(backend, StateBackend)
-        backend.namespace, backend.tenant = self.namespace, self.config.tenant or ""
-
     @classmethod
     def claims(cls, model: Any) -> bool:
         """Whether that is a model with recurrent layers."""

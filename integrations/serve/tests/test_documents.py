@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, FixedText
-from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.backend import scheduler_of
 from cacheblend_serve import ServedEngine
 from integrations.serve.tests.conftest import CHUNKS, Serve, engine_of, serving
 from tests.limits import wait_until

@@ -25,7 +25,7 @@ from vllm_cacheblend.spooling import BlockReader, read_spool, write_spool
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.attachment import Attachment, RunningForward
+from cacheblend_rag.engine.backend import Attachment, RunningForward
 from cacheblend_rag.errors import BackendError, ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard

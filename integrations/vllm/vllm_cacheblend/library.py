@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.engine.backend import EncodingModel, Scheduler
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import ModelCard
@@ -90,6 +90,22 @@ class _NoLock(Scheduler):
         yield
 
 
+class _VLLMModel(EncodingModel):
+    """The model that vLLM has: its card says all that is known of it here."""
+
+    def __init__(self, card: ModelCard, tokenizer: Any, num_embeddings: int | None, spool: Path, warm: Warm) -> None:
+        self.tokenizer, self.form, self.window, self.num_kv_layers = tokenizer, card, card.window, card.num_kv_layers
+        self.num_embeddings = len(tokenizer) if num_embeddings is None else num_embeddings
+        self.scheduler = _NoLock()
+        self._card, self._spool, self._warm = card, spool, warm
+
+    def identity(self, *, private: bool) -> str:
+        return self._card.identity
+
+    def encoder(self, preamble: tuple[int, ...]) -> VLLMEncoder:
+        return VLLMEncoder(self._card, preamble, Tuning().encode_batch_tokens, self._spool, self._warm)
+
+
 class VLLMLibrary(ChunkLibrary):
     """Names, encodes and stores chunks for vLLM, which computes their KV itself; a context manager.
 
@@ -109,20 +125,8 @@ class VLLMLibrary(ChunkLibrary):
     ) -> None:
         if store.path is None:
             raise ConfigError("the store is in RAM alone, where vLLM cannot see it; open it in a folder")
-        tuning, spool = Tuning(), spool_folder(store.path)
-        super().__init__(
-            tokenizer,
-            card.identity,
-            card,
-            card.window,
-            store,
-            EngineConfig.of(config),
-            tuning,
-            lambda preamble: VLLMEncoder(card, preamble, tuning.encode_batch_tokens, spool, warm),
-            card.num_kv_layers,
-            _NoLock(),
-            num_embeddings,
-        )
+        model = _VLLMModel(card, tokenizer, num_embeddings, spool_folder(store.path), warm)
+        super().__init__(model, store, EngineConfig.of(config), Tuning())
         self.card = card
         self._parts = (store, warm)
         self._num_embeddings = num_embeddings
@@ -131,7 +135,3 @@ class VLLMLibrary(ChunkLibrary):
         """Return the library of another tenant over this one's store and server; close it before this one."""
         config = self.config.replace(tenant=tenant)
         return VLLMLibrary(self.card, self.tokenizer, *self._parts, config=config, num_embeddings=self._num_embeddings)
-
-    def _check_model(self) -> None:
-        # vLLM refuses to start with another model than the card's.
-        pass

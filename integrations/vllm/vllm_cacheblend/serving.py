@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cacheblend_rag.chunk import BLANK_LINE
-from cacheblend_rag.engine.opening import open_engine_store
+from cacheblend_rag.engine.library import open_engine_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model.checkpoint import model_folder
 from cacheblend_rag.tuning import Tuning

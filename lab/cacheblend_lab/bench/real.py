@@ -115,9 +115,7 @@ def _row(tokens: int, what: str, alone: Sequence[float], stored: Sequence[float]
 
 def engine_of(engine: BlendEngine) -> BlendEngine:
     """Return an engine over the model of another one that keeps earlier prompts."""
-    if hasattr(engine, "another"):
-        return engine.another(config=EngineConfig())  # type: ignore[no-any-return]
-    return BlendEngine(engine.model, engine.tokenizer, config=EngineConfig())
+    return engine.another(config=EngineConfig())
 
 
 def _ours(engine: BlendEngine, prompt: BlendPrompt, count: int) -> Any:

@@ -25,11 +25,10 @@ from transformers import AutoTokenizer
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, check_text, chunk_list, id_list, out_of_date
 from cacheblend_rag.config import SERVER_KEY_VARIABLE, BlendConfig, EngineConfig
-from cacheblend_rag.engine.background import AddJob, Jobs
 from cacheblend_rag.engine.batch import options_of_each
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.generation import BlendStream, GenerationResult, in_thread
-from cacheblend_rag.engine.protocol import AddOptions
+from cacheblend_rag.engine.ingest import AddJob, Jobs
+from cacheblend_rag.engine.protocol import AddOptions, BlendStream, GenerationResult, in_thread
 from cacheblend_rag.errors import BackendError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.report import AddResult, WarmEstimate

@@ -8,7 +8,7 @@ from typing import Any
 
 from cacheblend_rag.chat.answer import Deadline
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, FixedText, Segment, check_text
-from cacheblend_rag.engine.generation import StopStrings
+from cacheblend_rag.engine.protocol import StopStrings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport, ChunkReport
 
