@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer, Ending
+from cacheblend_rag.chat.engines import offered
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import CallReport
@@ -98,7 +99,7 @@ def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for layer in layers:
-        for name, value in layer.items():
+        for name, value in offered(layer).items():
             # What some callers say about how they call is not for the model.
             if value is not None and name != "stream":
                 options["max_new_tokens" if name == "max_tokens" else name] = value
