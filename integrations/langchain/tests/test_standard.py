@@ -98,10 +98,6 @@ class _Chat:
         return ChatBlend
 
     @property
-    def supports_model_override(self) -> bool:
-        return False  # the weights are in this process; another model is another object
-
-    @property
     def supports_json_mode(self) -> bool:
         return True
 
@@ -133,6 +129,15 @@ class _Integration(_Chat, ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return self.params
+
+    @property
+    def supports_model_override(self) -> bool:
+        return True
+
+    @property
+    def model_override_value(self) -> str:
+        # By its own name alone: another model is another object.
+        return str(self.params["engine"].model_name)
 
     @property
     def supported_usage_metadata_details(self) -> dict[Literal["invoke", "stream"], list[Any]]:
