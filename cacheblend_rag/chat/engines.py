@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.chunk import BLANK_LINE
-from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig, SettingsBase, did_you_mean
 from cacheblend_rag.engine import BlendEngine, Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
-__all__ = ["given_engine", "model_engine"]
+__all__ = ["given_engine", "model_engine", "offered", "refuse_unknown"]
+
+# What OpenAI's API offers and no engine here.
+_PROBABILITIES = ("logprobs", "top_logprobs")
+# Options of loading a model: llama.cpp's, which other libraries call otherwise, and transformers'.
+_WINDOWS = ("context_length", "context_window", "max_model_len", "n_ctx", "num_ctx")
+_LOADING = (
+    *("n_threads", "n_gpu_layers", "n_seq_max", "type_k", "type_v"),
+    *("attn_implementation", "device_map", "quantization_config", "revision", "trust_remote_code"),
+)
+
+
+def offered(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a call without those that ask for nothing; `ConfigError` for what no engine offers."""
+    for name in _PROBABILITIES:
+        if options.get(name) not in (None, False, 0):
+            raise ConfigError(
+                f"{name}={options[name]!r:.60} is not supported: answers come without the probabilities of their tokens; "
+                "leave it out"
+            )
+    return {name: value for name, value in options.items() if name not in _PROBABILITIES}
+
+
+def refuse_unknown(kind: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise `ConfigError` for parameters that a framework's model of this name does not have, saying where each belongs."""
+    hints = [f"{name}{_belongs(name, known)}" for name in sorted(offered(given).keys() - set(known))]
+    if hints:
+        raise ConfigError(
+            f"unknown parameter of {kind}: {'; '.join(hints)}. Options of generate go into generation_kwargs, those of loading "
+            "into model_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
+        )
+
+
+def _belongs(name: str, known: Collection[str]) -> str:
+    """Return a hint where a parameter that is unknown belongs, or which one is like it."""
+    settings = SettingsBase.kinds.get(name)
+    if settings in (BlendConfig, EngineConfig):
+        where = "blend_config" if settings is BlendConfig else "engine_config"
+        return f", a setting: {where}={settings.__name__}({name}=...)"
+    if name in _WINDOWS:
+        return ", for GGUF files an option of loading: model_kwargs={'n_ctx': ...}"
+    if name in _LOADING:
+        return f", an option of loading: model_kwargs={{{name!r}: ...}}"
+    return did_you_mean(name, known)
 
 
 def given_engine(engine: Any, server: str | None = None) -> Engine:

@@ -5,6 +5,9 @@ Where llama.cpp is installed it reads the GGUF file, elsewhere transformers read
 
 import hashlib
 import os
+import re
+import runpy
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -138,6 +141,22 @@ def test_langchain(model: Path, folder: Path) -> None:
             message = chain.invoke(asked.text)
             assert asked.is_answered_by(StrOutputParser().invoke(message)), message
             assert message.response_metadata["blend"]["hits"] == 4
+
+
+@_by_llama_cpp
+def test_the_agent_of_the_examples(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["langchain_agent.py", str(model)])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "langchain_agent.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    # All that the last search found, whatever was cleared and summed up before it.
+    assert re.findall(r"(\d+) messages: (\d+) of (\d+) chunks hit", said) == [
+        ("4", "2", "2"),
+        ("8", "2", "2"),
+        ("9", "2", "2"),
+    ]
+    assert "anonymous functions" in said.partition("(expected")[0]
 
 
 @_by_transformers

@@ -15,7 +15,6 @@ from cacheblend_rag.chunk import BLANK_LINE
 from integrations.gguf.tests.kit import smollm
 from integrations.langchain.tests.test_standard import (  # noqa: F401  # run here as well
     TestChatBlendIntegration,
-    TestChatBlendIntegrationWithTools,
 )
 from integrations.serve.tests.conftest import serving
 from integrations.serve.tests.test_clients import (  # noqa: F401

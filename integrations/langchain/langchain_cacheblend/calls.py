@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from pydantic import BaseModel, Field, ValidationError
@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer, Ending
+from cacheblend_rag.chat.engines import offered
 from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import CallReport
@@ -52,15 +53,16 @@ def info_of(answer: Answer) -> dict[str, Any]:
 def usage_of(answer: Answer) -> UsageMetadata:
     """Return the tokens used; ``cache_read`` counts the prompt tokens whose KV was there and was used unchanged."""
     report = answer.report
-    usage = UsageMetadata(
-        input_tokens=report.prompt_tokens,
-        output_tokens=report.output_tokens,
-        total_tokens=report.prompt_tokens + report.output_tokens,
-        input_token_details=InputTokenDetails(cache_read=answer.cached_tokens),
-    )
+    usage: dict[str, Any] = {
+        "input_tokens": report.prompt_tokens,
+        "output_tokens": report.output_tokens,
+        "total_tokens": report.prompt_tokens + report.output_tokens,
+        "input_token_details": InputTokenDetails(cache_read=answer.cached_tokens),
+    }
     if answer.thoughts:
         usage["output_token_details"] = OutputTokenDetails(reasoning=answer.reasoning_tokens)
-    return usage
+    # On Python 3.10 type checkers take all of its keys for required.
+    return cast(UsageMetadata, usage)
 
 
 class DecodingFields(BaseModel):
@@ -98,7 +100,7 @@ def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for layer in layers:
-        for name, value in layer.items():
+        for name, value in offered(layer).items():
             # What some callers say about how they call is not for the model.
             if value is not None and name != "stream":
                 options["max_new_tokens" if name == "max_tokens" else name] = value

@@ -33,6 +33,19 @@ __all__ = ["ChatBlend"]
 
 # OpenAI's word for no form at all.
 _TEXT = {"type": "text"}
+# Of a `ModelProfile`.
+_NO_TEXT = (
+    *(
+        "audio_inputs",
+        "image_inputs",
+        "image_tool_message",
+        "image_url_inputs",
+        "pdf_inputs",
+        "pdf_tool_message",
+        "video_inputs",
+    ),
+    *("audio_outputs", "image_outputs", "video_outputs"),
+)
 
 _NO_TOOLS = (
     "this model's chat template has no tools; use a model that was trained to call tools, or with_structured_output(schema), "
@@ -51,9 +64,9 @@ class ChatBlend(BlendModel, BaseChatModel):
 
     The conversation is rendered by the model's own chat template. Documents in a message's content, blocks of type "text-plain"
     as `documents_to_blocks` makes them, become chunks directly. So do those passed as ``documents=`` in a call, which go where
-    the template shows documents or else before the last user message, and those that a retriever's tool returned as its
-    artifact. The answer's ``response_metadata["blend"]`` says what the call cost, and its ``usage_metadata`` how many tokens' KV
-    was reused.
+    the template shows documents or else before the last user message. What a retriever's tool found for an agent is searched
+    for, as everything that is said. The answer's ``response_metadata["blend"]`` says what the call cost, and its
+    ``usage_metadata`` how many tokens' KV was reused. ``profile`` says what the model and its chat template can do.
 
     What a model thinks before it answers, between the marks of its chat template, is no part of the content: it is in
     ``additional_kwargs["reasoning_content"]`` and, as a block of type "reasoning", in ``content_blocks``.
@@ -323,9 +336,19 @@ class ChatBlend(BlendModel, BaseChatModel):
         return str(sorted((self._identifying_params | asked | {"stop": stop, "_type": self._llm_type}).items()))
 
     def _resolve_model_profile(self) -> Any:
+        # The model itself and its chat template say what it can; what is no text is refused in prompts.
         tools = knows_tools(self.engine.tokenizer)
-        profile = {"text_inputs": True, "text_outputs": True, "structured_output": True, "tool_calling": tools}
-        profile["reasoning_output"] = lexer_of(self.engine.tokenizer).thoughts is not None
+        profile = {
+            "name": self.model,
+            "open_weights": True,
+            "text_inputs": True,
+            "text_outputs": True,
+            "structured_output": True,
+            "temperature": True,
+            "tool_calling": tools,
+            "tool_choice": tools,
+            "reasoning_output": lexer_of(self.engine.tokenizer).thoughts is not None,
+        } | dict.fromkeys(_NO_TEXT, False)
         return profile | ({} if self.engine.window is None else {"max_input_tokens": self.engine.window})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.documents import Document
 from langchain_core.messages import (
@@ -90,12 +90,13 @@ def documents_to_blocks(documents: Iterable[Document]) -> list[PlainTextContentB
 
 def _block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
     """Make a content block of a chunk; `inline` says that nothing is put between it and the text beside it."""
-    block = PlainTextContentBlock(type="text-plain", mime_type="text/plain", text=chunk.text)
+    block: dict[str, Any] = {"type": "text-plain", "mime_type": "text/plain", "text": chunk.text}
     if chunk.id:
         block["id"] = chunk.id
     if inline:
         block["extras"] = {_INLINE: True}
-    return block
+    # On Python 3.10 type checkers take all of its keys for required.
+    return cast(PlainTextContentBlock, block)
 
 
 def as_content(parts: Sequence[str | Chunk]) -> list[str | dict[str, Any]]:

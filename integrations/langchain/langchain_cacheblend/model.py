@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +17,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 from cacheblend_rag import BlendConfig, BlendPrompt, EngineConfig
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending, ModelCall
 from cacheblend_rag.chat.catalog import HEAD_CHARS, ChunkCatalog, catalog_of
-from cacheblend_rag.chat.engines import model_engine
-from cacheblend_rag.config import did_you_mean
+from cacheblend_rag.chat.engines import model_engine, refuse_unknown
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.thoughts import Thinking
@@ -107,13 +107,8 @@ class BlendModel(DecodingFields):
         **fields: Any,
     ) -> None:
         # LangChain's classes swallow unknown names. And a misspelt one should not cost the loading of a model.
-        unknown = sorted(fields.keys() - type(self).model_fields.keys())
-        if unknown:
-            names = ", ".join(f"{name}{did_you_mean(name, type(self).model_fields)}" for name in unknown)
-            raise ConfigError(
-                f"unknown parameter {names} of {type(self).__name__}; options of generate go into generation_kwargs, settings "
-                "into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
-            )
+        names = {*type(self).model_fields, *signature(BlendModel.__init__).parameters} - {"self", "fields"}
+        refuse_unknown(type(self).__name__, fields, names)
         generation_options(fields.get("generation_kwargs") or {})
         blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
         loads = engine is None and server is None

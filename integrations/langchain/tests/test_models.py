@@ -122,6 +122,25 @@ def test_what_has_no_meaning_is_refused(kind: Any, engine: BlendEngine, options:
         kind(engine=engine, **options)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n_ctx": 4096}, r"model_kwargs=\{'n_ctx'"),
+        ({"temprature": 0}, r"temprature, did you mean temperature\?"),
+        ({"recompute_ratio": 0.2}, r"blend_config=BlendConfig\(recompute_ratio"),
+        ({"logprobs": True}, "logprobs=True is not supported"),
+    ],
+)
+@KINDS
+def test_what_belongs_elsewhere_is_said_to(kind: Any, engine: BlendEngine, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind(engine=engine, **given)
+    if "logprobs" in given:
+        with pytest.raises(ConfigError, match=said):
+            kind(engine=engine).invoke("Who?", **given)
+        assert text_of(kind(engine=engine, max_tokens=2).invoke("Who?", logprobs=False))
+
+
 def test_documents_as_blocks_are_chunks_as_they_are(engine: BlendEngine, chunks: dict[str, str], context: str) -> None:
     llm = ChatBlend(engine=engine, max_tokens=TOKENS)
     documents = [Document("x", id="tiny"), Document(chunks["goat"], id="goat"), Document(chunks["mara"]), Document("")]

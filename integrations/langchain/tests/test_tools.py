@@ -45,7 +45,9 @@ def test_a_template_without_tools_is_said_to_have_none(engine: BlendEngine, tool
             ask([weather])
     with pytest.raises(PromptError):
         llm.invoke("What is it?", tools=[weather])
-    assert llm._resolve_model_profile()["tool_calling"] is False
+    assert llm.profile is not None and llm.profile["max_input_tokens"] == engine.window
+    assert not llm.profile["tool_calling"] and llm.profile["structured_output"] and not llm.profile["image_inputs"]
+    assert ChatBlend(engine=tool_engine).profile["tool_calling"]  # type: ignore[index]
     # Where there are tools, it must be one of them, and run here.
     llm = ChatBlend(engine=tool_engine)
     for tools, choice in (([weather], "time"), ([{"type": "web_search"}], None), ([{"type": "web_search"}], "any")):

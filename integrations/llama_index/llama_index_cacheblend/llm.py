@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from copy import deepcopy
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from cacheblend_rag.chat.answer import Ending, ModelCall
 from cacheblend_rag.chat.catalog import catalog_of
-from cacheblend_rag.chat.engines import given_engine, model_engine
+from cacheblend_rag.chat.engines import given_engine, model_engine, offered, refuse_unknown
 from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
 from cacheblend_rag.chat.render import VARIABLES, template_variables
 from cacheblend_rag.chunk import carried_prompt
@@ -146,7 +147,9 @@ class BlendLLM(JSONAnswers):
         completion_to_prompt: Callable[[str], str] | None = None,
         callback_manager: CallbackManager | None = None,
         output_parser: BaseOutputParser | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown("BlendLLM", unknown, signature(BlendLLM.__init__).parameters)
         _, stops = _decoding_options(temperature, stop, generation_kwargs or {})
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
@@ -356,7 +359,7 @@ def _decoding_options(
     options |= {"temperature": temperature} if temperature > 0 else {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
     if stops:
         options["stop_strings"] = stops
-    return options | others, stops
+    return options | offered(others), stops
 
 
 def blend_llm(llm: Any, blend_config: BlendConfig | None = None) -> BlendLLM:

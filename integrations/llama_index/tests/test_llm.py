@@ -93,6 +93,24 @@ def test_bad_arguments(llm: BlendLLM, arguments: dict[str, Any]) -> None:
         BlendLLM(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n_ctx": 4096}, r"model_kwargs=\{'n_ctx'"),
+        ({"temprature": 0}, r"temprature, did you mean temperature\?"),
+        ({"recompute_ratio": 0.2}, r"blend_config=BlendConfig\(recompute_ratio"),
+        ({"logprobs": True}, "logprobs=True is not supported"),
+    ],
+)
+def test_what_belongs_elsewhere_is_said_to(llm: BlendLLM, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BlendLLM(engine=llm.engine, **given)
+    if "logprobs" in given:
+        with pytest.raises(ConfigError, match=said):
+            llm.complete("Mara", **given)
+        assert llm.complete("Mara", logprobs=False).text
+
+
 def test_bad_calls(llm: BlendLLM) -> None:
     for options in ({"temperature": -0.1}, {"max_new_tokens": 1.5}, {"stop": [3]}, {"num_beams": 4}, {"max_tokens": 3}):
         with pytest.raises(ConfigError):
