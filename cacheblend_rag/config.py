@@ -273,7 +273,7 @@ class BlendConfig(SettingsBase):
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). For chunks that have met no other, CacheBlend
         (section 7) finds 0.15 enough.
     selector : str or Selector
-        Which tokens to recompute: "boundary", "hkvd", "query", "a3", "random", "none", "full", or any registered selector, with
+        Which tokens to recompute: "boundary", "hkvd", "a3", "random", "none", "full", or any registered selector, with
         options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
 
     Raises

@@ -56,7 +56,7 @@ class BlendReport:
     context_tokens : int
         Tokens of its chunks.
     recomputed_tokens : int
-        Chunk tokens that were recomputed by the prefill, in all layers after the selection or up to `BlendConfig.stop_layer`.
+        Chunk tokens that were recomputed by the prefill, in all layers after the selection.
     recompute_ratio : float
         The ratio that was requested, or that an attachment chose; 1 if the whole prompt was computed.
     charged_ratio : float

@@ -41,7 +41,7 @@ from cacheblend_rag.model import (
     unwrapped,
 )
 from cacheblend_rag.prefixes import PrefixCache, RowsReader, cut_layers, storage_bytes
-from cacheblend_rag.selection import FixedSelection, SelectionTask, is_full, make_selection, make_selector
+from cacheblend_rag.selection import Selection, SelectionTask, is_full, make_selection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.trace import LayerTimes
 from cacheblend_rag.tuning import Tuning
@@ -96,14 +96,14 @@ class TransformersBackend(Backend):
             selector.validate(self.num_layers)
         if decoder is None or not blend.enabled:
             return
-        layers = selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), self.num_layers, 0)).check_layers
-        for layer in layers:
+        selection = selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), self.num_layers, 0))
+        for layer in selection.check_layers:
             if layer >= decoder.num_kv_layers:
                 raise ConfigError(
                     f"check layer {layer} of {type(self.model).__name__} has no KV of its own to compare, as all its layers from "
                     f"{decoder.num_kv_layers} on; choose earlier check_layers"
                 )
-        if selector.needs_attention and not decoder.shows_attention:
+        if selection.wants_attention and not decoder.shows_attention:
             raise ConfigError(
                 f"selector {selector.name!r} needs the question's attention, which {type(self.model).__name__} does not show; "
                 "choose hkvd"
@@ -241,10 +241,10 @@ class TransformersBackend(Backend):
         state = request.state
         layout, text = request.layout, request.layout.text_rows
         # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
-        selection = state.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
+        selection = state.selection or Selection(torch.empty(0, dtype=torch.int64))
         goes_on = (
-            isinstance(selection, FixedSelection)
-            and not selection.rows().numel()
+            selection.rows is not None
+            and not selection.rows.numel()
             # All that is computed stands after all that is stored.
             and 0 < int(text[0]) == len(layout) - text.numel()
             and request.prompt.places is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import make_selector
-from cacheblend_rag.selection.hkvd import HKVDSelector
+from cacheblend_rag.selection.ours import HKVDSelector
 
 
 def test_the_environment_fills_in_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_a_miss_of_a_stream_and_hits_of_many(engine: BlendEngine) -> None:
         assert page.all("answer")[0].text == engine.tokenizer.decode(answer.token_ids)
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "query", "boundary"])
+@pytest.mark.parametrize("selector", ["hkvd", "a3", "boundary"])
 def test_what_a_selector_recomputes(engine: BlendEngine, selector: str) -> None:
     engine.add(CHUNKS)
     engine.attach(SourceAttention())

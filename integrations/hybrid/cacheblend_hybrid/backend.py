@@ -24,7 +24,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import state_layers
 from cacheblend_rag.prompt import PromptChunk
-from cacheblend_rag.selection import FixedSelection, is_full
+from cacheblend_rag.selection import Selection, is_full
 from cacheblend_rag.store import NodeRecord
 
 __all__ = ["StateBackend", "states_of"]
@@ -162,7 +162,7 @@ class StateBackend(TransformersBackend):
         rows = request.prompt.layout.context_rows
         state.recomputed = rows[rows >= held]
         state.charge = float(state.recomputed.numel() * self.num_layers)
-        state.selection, state.fallback_reason = FixedSelection(rows[:0]), None
+        state.selection, state.fallback_reason = Selection(rows[:0]), None
         state.figures |= {"selector": "none", "recompute_ratio": 0.0}
         state.figures["head_tokens"] = chunks[0].start
         return cache, held

@@ -101,8 +101,7 @@ def run(
     selector: Annotated[
         str,
         typer.Option(
-            help="Which module tokens to recompute: none, as in Prompt Cache, or boundary, hkvd, query, a3, "
-            "random, full."
+            help="Which module tokens to recompute: none, as in Prompt Cache, or boundary, hkvd, a3, random, full."
         ),
     ] = "none",
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of them, for selectors other than none.")] = 0.15,
