@@ -1,4 +1,4 @@
-"""Chunks, and the prompts made of them."""
+"""Chunks, the prompts made of them, and store keys: digests of all that a chunk's KV depends on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError
-from cacheblend_rag.keys import HEAD_PREFIX
 
 __all__ = [
     "BLANK_LINE",
@@ -18,11 +19,14 @@ __all__ = [
     "ChunkPart",
     "ChunkRef",
     "FixedText",
+    "HEAD_PREFIX",
     "PROMPT_KEY",
     "Segment",
     "carried_prompt",
     "check_text",
+    "chunk_key",
     "chunk_list",
+    "context_digest",
     "document_name",
     "id_list",
     "is_part",
@@ -381,3 +385,31 @@ def out_of_date(ids: Iterable[str], present: Iterable[str]) -> list[str]:
     """Return those of an engine's ids that are not among the ones present, parts of schemas aside."""
     stay = set(id_list(present))
     return [id for id in ids if id not in stay and not is_part(id)]
+
+
+HEAD_PREFIX = "cacheblend/head/"
+"""Beginning of the names of prompts' fixed heads, and of no chunk's id."""
+
+
+def chunk_key(
+    namespace: str,
+    token_ids: Sequence[int],
+    places: Sequence[int] | None = None,
+    context: str = "",
+    *,
+    is_head: bool = False,
+) -> str:
+    """Return the key of the KV of a chunk, or of what prompts begin with: 40 hexadecimal digits (blake2b, 160 bits)."""
+    # Keys of what is read right behind the preamble stay what they are in every store there is.
+    placed = b"" if places is None else b"|at|" + _packed(places)
+    before = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()
+    return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + before, digest_size=20).hexdigest()
+
+
+def context_digest(context: Sequence[int]) -> str:
+    """Return 32 hexadecimal digits of a context's token ids; the empty string where there are none."""
+    return hashlib.blake2b(_packed(context), digest_size=16).hexdigest() if context else ""
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return np.asarray(numbers, dtype="<i4").tobytes()

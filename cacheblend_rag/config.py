@@ -1,10 +1,11 @@
-"""The settings of an engine, fixed when it is made, and of blending, which each call may change."""
+"""The settings of an engine, fixed when it is made, and of blending, which each call may change; constants of an engine."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,15 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean", "warn_of_unknown_variables"]
+__all__ = [
+    "BlendConfig",
+    "EngineConfig",
+    "SettingsBase",
+    "Tuning",
+    "did_you_mean",
+    "usable_cores",
+    "warn_of_unknown_variables",
+]
 
 _Codec = Literal["native", "int8", "int4"]
 _PREFIX = "CACHEBLEND_"
@@ -298,3 +307,26 @@ class BlendConfig(SettingsBase):
         if not isinstance(selector, str) and not (hasattr(selector, "begin") and hasattr(selector, "name")):
             raise ValueError('must be the name of a selector, such as "hkvd", or a Selector')
         return selector
+
+
+def usable_cores() -> int:
+    """Return how many cores this thread, and those that it starts, may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of an engine, of which each has one good value; tests and benchmarks change them for comparisons."""
+
+    # Most tokens that are encoded in one batch, padding included.
+    encode_batch_tokens: int = 4096
+    # Most tokens of KV, padding and room for the answers included, with which prompts are decoded together.
+    decode_batch_tokens: int = 32_768
+    # Layers that the loader may be ahead of the computation.
+    prefetch_layers: int = 2
+    # Threads that read, check and decode stored KV meanwhile; by default one for every two cores, at most 4.
+    load_threads: int = field(default_factory=lambda: max(1, min(4, usable_cores() // 2)))
+    # Whether the RAM tier's memory is page-locked; by default if the model is on a CUDA device.
+    page_locked: bool | None = None
+    # Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
+    self_check: bool = True

@@ -11,10 +11,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from cacheblend_rag.keys import context_digest
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.chunk import context_digest
+from cacheblend_rag.kv import ChunkKV, LayerKV, Rotation, RotationTable, shift_layer
 from cacheblend_rag.model import Decoder, KVCache, ModelCard, text_decoder
-from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 
 __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "kept_of", "plan_batches", "shared_length"]
 

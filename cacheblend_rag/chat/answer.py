@@ -17,8 +17,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendStream, Engine, GenerationResult, StopStrings
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.stops import StopCutter, cut_at_stop, cut_pieces
-from cacheblend_rag.thoughts import Thinking
+from cacheblend_rag.stops import StopCutter, Thinking, cut_at_stop, cut_pieces
 
 __all__ = ["Answer", "Deadline", "Ending", "ModelCall", "calls_made"]
 

@@ -18,8 +18,7 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.stops import Spelling, StopCutter
-from cacheblend_rag.thoughts import Thinking
+from cacheblend_rag.stops import Spelling, StopCutter, Thinking
 
 __all__ = ["BlendStream", "GenerationResult", "PrefillResult", "StopStrings", "in_thread"]
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, Tuning
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.attachment import Attachment, RunningForward
 from cacheblend_rag.engine.backend import Backend
@@ -41,10 +41,9 @@ from cacheblend_rag.model import (
     unwrapped,
 )
 from cacheblend_rag.prefixes import PrefixCache, RowsReader, cut_layers, storage_bytes
+from cacheblend_rag.report import LayerTimes
 from cacheblend_rag.selection import Selection, SelectionTask, is_full, make_selection, make_selector
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.trace import LayerTimes
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["TransformersBackend", "engine_identity", "look_at_model"]
 
@@ -232,7 +231,7 @@ class TransformersBackend(Backend):
             first_layer,
             len(loaded) + room,
             self.tuning.prefetch_layers,
-            self.tuning.threads,
+            self.tuning.load_threads,
             state.layers,
         )
 

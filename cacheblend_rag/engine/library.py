@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, out_of_date
-from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.chunk import HEAD_PREFIX, BlendPrompt, Chunk, chunk_list, id_list, out_of_date
+from cacheblend_rag.config import EngineConfig, Tuning
 from cacheblend_rag.encode import ChunkEncoder
 from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
@@ -20,14 +20,12 @@ from cacheblend_rag.engine.protocol import AddOptions
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
-from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,7 +86,7 @@ class ChunkLibrary(ABC):
         encoder = make_encoder(self._assembler.preamble)
         self._supply = KVSupply(encoder, num_kv_layers, scheduler, answering, self._assembler, config)
         self._ingest = Ingest(self._assembler, self._supply, store, form, config)
-        self._prefetcher = Prefetcher(answering, tuning.threads)
+        self._prefetcher = Prefetcher(answering, tuning.load_threads)
 
     @property
     def kv_bytes_per_token(self) -> int:

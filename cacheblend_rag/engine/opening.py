@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.config import EngineConfig, Tuning
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["open_engine_store"]
 

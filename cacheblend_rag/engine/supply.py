@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from cacheblend_rag.chunk import chunk_key
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import ChunkEncoder, Target
@@ -15,7 +16,6 @@ from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.request import Request, why_missed
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import BackendError, ChunkReadError
-from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prompt import PromptChunk, PromptHead
 from cacheblend_rag.store import KVReader

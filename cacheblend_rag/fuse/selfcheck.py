@@ -15,10 +15,9 @@ import torch
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.steer import BlendCache, LayerSource, Steering
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import Decoder, KVCache, PaddedBatch, before_layers, refusing_failures
-from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import Selection
 
 __all__ = ["check_batching", "check_blending", "true_kv"]

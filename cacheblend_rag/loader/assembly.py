@@ -10,10 +10,9 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, Rotation, RotationTable, shift_layer
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.buffers import empty_buffer
-from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
 
 __all__ = ["Assembly", "KVForm", "Piece", "Upload"]

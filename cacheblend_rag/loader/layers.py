@@ -17,8 +17,8 @@ import torch
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.assembly import Assembly, KVForm, Upload
+from cacheblend_rag.report import LayerTimes
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.trace import LayerTimes
 
 __all__ = ["LayerLoader", "compute_alone"]
 

@@ -13,9 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.wrapping import unwrapped
 
-__all__ = ["PaddedBatch", "answering_first"]
+__all__ = ["PaddedBatch", "answering_first", "past_adapters", "unwrapped"]
 
 
 class PaddedBatch:
@@ -93,3 +92,16 @@ def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor
         cache.is_hidden = True
         model.forward = answer
         yield
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT or torch.compile put around it, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
+    return model if inner is None or inner is model else unwrapped(inner)
+
+
+def past_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT has put around it, whose forward, up to version 0.20, PEFT calls past all hooks."""
+    return unwrapped(model) if hasattr(model, "get_base_model") else model

@@ -6,11 +6,10 @@ import os
 from dataclasses import fields, replace
 from typing import Any, TypedDict
 
-from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig, Tuning
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import make_selector, selector_names
-from cacheblend_rag.tuning import Tuning
 
 __all__ = [
     "EngineSettings",

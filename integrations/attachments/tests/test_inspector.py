@@ -20,8 +20,7 @@ from cacheblend_attachments.inspector import page_of
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.report import BlendReport
-from cacheblend_rag.trace import Trace, TracedChunk
+from cacheblend_rag.report import BlendReport, Trace, TracedChunk
 from tests.cli.conftest import Command
 from tests.cli.conftest import documents as documents
 from tests.cli.conftest import model_folder as model_folder

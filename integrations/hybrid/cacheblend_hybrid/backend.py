@@ -13,13 +13,12 @@ import transformers
 from transformers import DynamicCache
 
 from cacheblend_hybrid.states import States
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.chunk import HEAD_PREFIX, BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, chunk_key, text_hash
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.engine.decode import Prefilled
 from cacheblend_rag.engine.huggingface import TransformersBackend
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, StoreError, UnsupportedModelError
-from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import state_layers

@@ -25,10 +25,9 @@ from cacheblend_rag.engine.backend import engine_class
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import Decoder, KVCache, text_decoder
-from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import Selection
 
 __all__ = ["Proof", "families", "prove", "prove_family"]
