@@ -277,23 +277,15 @@ class BlendPrompt:
     skip_unknown: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunks, str):
-            raise ConfigError(f"chunks is the string {self.chunks[:40]!r}; give a list of ids or chunks")
-        for chunk in self.chunks:
-            if not isinstance(chunk, str | Chunk | ChunkRef):
-                raise ConfigError(
-                    f"chunks holds {chunk!r}, a {type(chunk).__name__}; give ids, Chunk or ChunkRef objects"
-                )
-        if isinstance(self.segments, str):
-            raise ConfigError(
-                f"segments is the string {self.segments[:40]!r}; give a list of segments, or the text as prefix"
-            )
-        for segment in self.segments:
-            if not isinstance(segment, str | FixedText | Chunk | ChunkRef | ChunkPart | Iterable):
-                raise ConfigError(
-                    f"segments holds {segment!r}, a {type(segment).__name__}; give texts, lists of token ids, Chunk, ChunkRef or "
-                    "ChunkPart objects"
-                )
+        for name, given in (("chunks", self.chunks), ("segments", self.segments)):
+            if isinstance(given, str):
+                raise ConfigError(f"{name} is the string {given[:40]!r}; give a list, or the text as prefix")
+            for each in given:
+                if not isinstance(each, str | FixedText | Chunk | ChunkRef | ChunkPart | Iterable):
+                    raise ConfigError(
+                        f"{name} holds {each!r}, a {type(each).__name__}; give ids, Chunk or ChunkRef objects, and as segments "
+                        "also texts, lists of token ids or ChunkPart objects"
+                    )
         if self.segments:
             if self.prefix or self.chunks or self.suffix or self.separator:
                 raise ConfigError("a prompt takes either segments, or prefix, chunks, suffix and separator, not both")
@@ -401,15 +393,12 @@ def chunk_key(
 ) -> str:
     """Return the key of the KV of a chunk, or of what prompts begin with: 40 hexadecimal digits (blake2b, 160 bits)."""
     # Keys of what is read right behind the preamble stay what they are in every store there is.
-    placed = b"" if places is None else b"|at|" + _packed(places)
+    placed = b"" if places is None else b"|at|" + np.asarray(places, "<i4").tobytes()
     before = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()
-    return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + before, digest_size=20).hexdigest()
+    tokens = np.asarray(token_ids, "<i4").tobytes()
+    return hashlib.blake2b(namespace.encode() + tokens + placed + before, digest_size=20).hexdigest()
 
 
 def context_digest(context: Sequence[int]) -> str:
     """Return 32 hexadecimal digits of a context's token ids; the empty string where there are none."""
-    return hashlib.blake2b(_packed(context), digest_size=16).hexdigest() if context else ""
-
-
-def _packed(numbers: Sequence[int]) -> bytes:
-    return np.asarray(numbers, dtype="<i4").tobytes()
+    return hashlib.blake2b(np.asarray(context, "<i4").tobytes(), digest_size=16).hexdigest() if context else ""

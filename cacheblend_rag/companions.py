@@ -75,20 +75,20 @@ class _Pool:
     nearness: Nearness
 
 
+@dataclass(frozen=True)
 class _Document:
-    """A document in the order of reading."""
+    """A document in the order of reading, and the passages nearest to it."""
 
-    def __init__(self, members: Sequence[NodeRecord], passages: tuple[tuple[int, ...], ...]) -> None:
-        self.members, self.passages = members, passages
-        self.numbers = {member.id: number for number, member in enumerate(members)}
+    members: Sequence[NodeRecord]
+    passages: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def _nearness(self) -> Nearness:
-        return Nearness([member.token_ids for member in self.members])
+    def numbers(self) -> dict[str, int]:
+        return {member.id: number for number, member in enumerate(self.members)}
 
-    def nearest(self, record: NodeRecord) -> Iterator[NodeRecord]:
-        for place in self._nearness.nearest(record.token_ids):
-            yield self.members[place]
+    @cached_property
+    def nearness(self) -> Nearness:
+        return Nearness([member.token_ids for member in self.members])
 
 
 class Companions:
@@ -125,9 +125,9 @@ class Companions:
                 read[name] = _Document(members, self._passages(*(member.token_ids for member in members)))
             document = read[name]
             number = document.numbers.get(record.id)
+            own = () if number is None else document.nearness.nearest(record.token_ids)
             candidates = chain(
-                () if pool is None else self._of_store(record, pool),
-                () if number is None else document.nearest(record),
+                () if pool is None else self._of_store(record, pool), (document.members[place] for place in own)
             )
             others = (each for each in candidates if each.id != record.id and each.token_ids != record.token_ids)
             found.append(self._later(record, next(others, None), document, number))

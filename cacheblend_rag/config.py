@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from textwrap import shorten
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import yaml
-from pydantic import Field, PlainSerializer, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
@@ -281,9 +281,9 @@ class BlendConfig(SettingsBase):
     recompute_ratio : float
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). For chunks that have met no other, CacheBlend
         (section 7) finds 0.15 enough.
-    selector : str or Selector
-        Which tokens to recompute: "boundary", "hkvd", "a3", "random", "none", "full", or any registered selector, with
-        options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
+    selector : str
+        Which tokens to recompute: "boundary", "hkvd", "a3", "random", or any registered selector, with
+        options after the name as in ``"hkvd(check_layers=[1, 8])"``.
 
     Raises
     ------
@@ -294,19 +294,17 @@ class BlendConfig(SettingsBase):
 
     enabled: bool = True
     recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    selector: Annotated[Any, PlainSerializer(str)] = "boundary"
+    selector: str = "boundary"
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         # What the environment sets was not asked for by the call that these settings are for.
         self.__pydantic_fields_set__ = set(values)
 
-    @field_validator("selector")
-    @classmethod
-    def _selector_is_one(cls, selector: Any) -> Any:
-        if not isinstance(selector, str) and not (hasattr(selector, "begin") and hasattr(selector, "name")):
-            raise ValueError('must be the name of a selector, such as "hkvd", or a Selector')
-        return selector
+    @property
+    def is_full(self) -> bool:
+        """Whether all of a prompt is computed, whatever is stored of it."""
+        return not self.enabled or self.recompute_ratio == 1
 
 
 def usable_cores() -> int:

@@ -13,7 +13,7 @@ import torch
 
 from cacheblend_rag.chunk import context_digest
 from cacheblend_rag.kv import ChunkKV, LayerKV, Rotation, RotationTable, shift_layer
-from cacheblend_rag.model import Decoder, KVCache, ModelCard, text_decoder
+from cacheblend_rag.model import Decoder, KVCache, ModelCard, placing, text_decoder
 
 __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "kept_of", "plan_batches", "shared_length"]
 
@@ -218,8 +218,9 @@ class Encoder(ChunkEncoder):
     def _forward(
         self, rows: Sequence[Sequence[int]], cache: KVCache, positions: Sequence[int] | None = None
     ) -> list[LayerKV]:
-        ids = torch.tensor(rows, device=self._decoder.device)
-        self._read(input_ids=ids, past_key_values=cache, use_cache=True, **self._decoder.placing(positions))
+        model = self._decoder.model
+        where = {} if positions is None else placing(model, positions)
+        self._read(input_ids=torch.tensor(rows, device=model.device), past_key_values=cache, use_cache=True, **where)
         return cache.kv()
 
 

@@ -42,7 +42,7 @@ from cacheblend_rag.model import (
 )
 from cacheblend_rag.prefixes import PrefixCache, RowsReader, cut_layers, storage_bytes
 from cacheblend_rag.report import LayerTimes
-from cacheblend_rag.selection import Selection, SelectionTask, is_full, make_selection, make_selector
+from cacheblend_rag.selection import Selection, SelectionTask, make_selection, make_selector
 from cacheblend_rag.store import KVReader
 
 __all__ = ["TransformersBackend", "engine_identity", "look_at_model"]
@@ -212,7 +212,7 @@ class TransformersBackend(Backend):
         if not request.blend.enabled:
             return True, None
         refusal = self._refusal(request.prompt.layout) or request.chunkless
-        return refusal is not None or is_full(request.blend), refusal
+        return refusal is not None or request.blend.is_full, refusal
 
     def _loader(self, request: Request, decoder: Decoder, readers: Mapping[int, KVReader], room: int) -> LayerLoader:
         """Return what loads the stored rows of a prompt; it raises `ChunkReadError` where they turn out damaged."""
@@ -271,7 +271,9 @@ class TransformersBackend(Backend):
             return {}
         rows = 0 if head is None else head.rows
         found = (
-            self.prefixes.find(request.prompt, None if whole else _effective(blend), rows) if request.shares else None
+            self.prefixes.find(request.prompt, None if whole else blend.recompute_ratio, rows)
+            if request.shares
+            else None
         )
         if found is not None:
             held, rows = found
@@ -289,7 +291,7 @@ class TransformersBackend(Backend):
         layers = cache.kv_layers[: self.num_kv_layers]
         is_whole = not any(layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.state.output_ids)) is None:
-            ratio = None if request.state.selection is None else _effective(request.blend)
+            ratio = None if request.state.selection is None else request.blend.recompute_ratio
             kv, rows = cache.kv(), layers[0].held_tokens
             self.prefixes.keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
 
@@ -302,11 +304,6 @@ class TransformersBackend(Backend):
                 "depend on the length of the prompt"
             )
         return self.reason
-
-
-def _effective(blend: BlendConfig) -> float:
-    """Return the ratio of what is recomputed, whatever was asked for."""
-    return 0.0 if make_selector(blend.selector).name == "none" else blend.recompute_ratio
 
 
 def _note_work(request: Request, loader: LayerLoader | None, steering: Steering | None) -> None:

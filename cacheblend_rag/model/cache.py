@@ -20,11 +20,8 @@ class KVCacheLayer(DynamicLayer):
     # Tokens that every head has dropped. They count in the length, by which positions and masks are made.
     evicted_tokens = 0
     _buffer: LayerKV | None = None
+    # How many tokens count as held, in a buffer that is asked for when the model comes to this layer.
     _expected: tuple[int, Callable[[], LayerKV]] | None = None
-
-    def expect(self, length: int, load: Callable[[], LayerKV]) -> None:
-        """Count `length` tokens as held, in a buffer that `load` returns when the model comes to this layer."""
-        self._expected = length, load
 
     def hold(self, buffer: LayerKV, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Take over `buffer`, whose first `length` tokens are filled, and return their keys and values."""
@@ -86,11 +83,6 @@ class KVCacheLayer(DynamicLayer):
         self.evicted_tokens += self.held_tokens - count
         self.hold(_with_room(LayerKV(*kept), count + room), count)
 
-    def cut(self, length: int) -> None:
-        """Forget all but the first tokens; what comes next takes their room."""
-        assert self._buffer is not None
-        self.hold(self._buffer, length)
-
     def reset(self) -> None:
         """Forget everything."""
         self._buffer = self._expected = None
@@ -122,13 +114,13 @@ class KVCache(Cache):
     def expect(self, length: int, layers: int, source: Callable[[int], LayerKV]) -> None:
         """Have each of the first `layers` layers count `length` tokens as held, in a buffer that `source` returns for it."""
         for number, layer in enumerate(self.kv_layers[:layers]):
-            layer.expect(length, partial(source, number))
+            layer._expected = length, partial(source, number)
 
     def cut(self, length: int) -> None:
-        """Forget all but the first tokens of each row."""
+        """Forget all but the first tokens of each row; what comes next takes their room."""
         for layer in self.kv_layers:
-            if layer.held_tokens:
-                layer.cut(length)
+            if layer._buffer is not None:
+                layer.hold(layer._buffer, length)
 
     def kv(self) -> list[LayerKV]:
         """Return the KV of every layer that holds some, ``(batch, num_kv_heads, seq_len, head_dim)`` each."""

@@ -99,10 +99,6 @@ class Decoder:
         """Device of each layer that has KV."""
         return tuple(next(layer.parameters()).device for layer in self.layers[: self.num_kv_layers])
 
-    def placing(self, positions: Sequence[int] | None) -> dict[str, torch.Tensor]:
-        """Return what places one sequence at `positions`; see `placing`."""
-        return placing(self.model, positions)
-
     def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
         """Return the KV of tokens that see each other and nothing else, from `position` on; see `positions.kv_at`."""
         return kv_at(text_decoder(self.model), self.num_layers, ids, position)

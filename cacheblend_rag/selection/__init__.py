@@ -17,9 +17,7 @@ from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, 
 from cacheblend_rag.selection.ours import (
     A3Selector,
     BoundarySelector,
-    FullSelector,
     HKVDSelector,
-    NoneSelector,
     RandomSelector,
 )
 
@@ -29,16 +27,14 @@ __all__ = [
     "Selection",
     "SelectionTask",
     "Selector",
-    "is_full",
     "make_selection",
     "make_selector",
-    "parse_selector",
     "register_selector",
     "selector_names",
 ]
 
 _SELECTORS: dict[str, type[Selector]] = {
-    each.name: each for each in (NoneSelector, FullSelector, RandomSelector, BoundarySelector, HKVDSelector, A3Selector)
+    each.name: each for each in (RandomSelector, BoundarySelector, HKVDSelector, A3Selector)
 }
 
 
@@ -63,7 +59,7 @@ def register_selector(selector: type[Selector]) -> type[Selector]:
     if _SELECTORS.get(selector.name, selector) is not selector:
         raise ConfigError(f"a selector named {selector.name!r} exists already; give yours another name")
     _SELECTORS[selector.name] = selector
-    parse_selector.cache_clear()
+    make_selector.cache_clear()
     return selector
 
 
@@ -77,7 +73,7 @@ _MOST_CHARACTERS = 500
 
 
 @lru_cache(maxsize=256)
-def parse_selector(text: str) -> Selector:
+def make_selector(text: str) -> Selector:
     """Return the selector of a string like ``"hkvd"`` or ``"hkvd(check_layers=[1, 8])"``; `ConfigError` if it has no meaning."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"selector={text[:40]!r}... has {len(text)} characters, and may have {_MOST_CHARACTERS}")
@@ -104,17 +100,6 @@ def parse_selector(text: str) -> Selector:
     if unknown:
         raise ConfigError(f"selector {name!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
     return _SELECTORS[name](**options)
-
-
-def make_selector(asked: str | Selector) -> Selector:
-    """Return a selector as it is given, or the one that a string names; see `parse_selector`."""
-    return parse_selector(asked) if isinstance(asked, str) else asked
-
-
-def is_full(blend: BlendConfig) -> bool:
-    """Whether settings have all of a prompt computed, whatever is stored of it."""
-    selector = make_selector(blend.selector).name
-    return not blend.enabled or selector == "full" or (blend.recompute_ratio == 1 and selector != "none")
 
 
 def make_selection(blend: BlendConfig, layout: PromptLayout, num_layers: int) -> Selection:

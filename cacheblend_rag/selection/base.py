@@ -93,7 +93,7 @@ class Selection:
 class Selector(ABC):
     """A way to choose the rows that are recomputed; its fields are its options. One object serves all prompts.
 
-    Selectors are compared by value. A setting names one by a string, ``"hkvd"`` or ``"hkvd(check_layers=[1, 8])"``, or is one.
+    A setting names one by a string, ``"hkvd"`` or ``"hkvd(check_layers=[1, 8])"``.
     """
 
     name: ClassVar[str]

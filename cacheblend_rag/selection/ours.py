@@ -1,4 +1,4 @@
-"""Selectors of the package: none, full, random and boundary, which need not look at a layer, and hkvd and a3, which do."""
+"""Selectors of the package: random and boundary, which need not look at a layer, and hkvd and a3, which do."""
 
 from __future__ import annotations
 
@@ -14,29 +14,9 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector, pick
 
-__all__ = ["A3Selector", "BoundarySelector", "FullSelector", "HKVDSelector", "NoneSelector", "RandomSelector"]
+__all__ = ["A3Selector", "BoundarySelector", "HKVDSelector", "RandomSelector"]
 
 _A3_LAYER = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoneSelector(Selector):
-    """Plain reuse: stored KV moved into place and nothing recomputed (PIE in the A3 paper, section 5)."""
-
-    name = "none"
-
-    def begin(self, task: SelectionTask) -> Selection:
-        return Selection(task.layout.context_rows[:0])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullSelector(Selector):
-    """Every candidate, whatever the ratio."""
-
-    name = "full"
-
-    def begin(self, task: SelectionTask) -> Selection:
-        return Selection(task.layout.context_rows)
 
 
 @dataclass(frozen=True, kw_only=True)

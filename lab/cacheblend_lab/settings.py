@@ -64,7 +64,7 @@ def blend_settings(blend: BlendConfig, **values: Any) -> BlendConfig:
     unknown = sorted(options.keys() - {field.name for field in fields(selector)})
     if unknown:
         raise ConfigError(f"selector {selector.name!r} has no option {unknown[0]!r}")
-    return blend.replace(selector=replace(selector, **options))
+    return blend.replace(selector=str(replace(selector, **options)))
 
 
 def settings_of(engine: BlendEngine) -> EngineSettings:

@@ -110,7 +110,7 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("budget", [0, 0.02])
 def test_without_a_budget_nothing_is_watched_and_a_spent_one_costs_nothing_more(budget: float) -> None:
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none")) as engine:
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings()) as engine:
         engine.attach(Repair(budget, limit=0.0))
         engine.add([Chunk(words(20, 0), "n0"), Chunk(words(30, 3), "n1")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0", "n1"], words(5, 2)), 60, min_new_tokens=60).report

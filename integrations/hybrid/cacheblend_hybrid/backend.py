@@ -23,7 +23,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import state_layers
 from cacheblend_rag.prompt import PromptChunk
-from cacheblend_rag.selection import Selection, is_full
+from cacheblend_rag.selection import Selection
 from cacheblend_rag.store import NodeRecord
 
 __all__ = ["StateBackend", "states_of"]
@@ -88,7 +88,7 @@ class StateBackend(TransformersBackend):
     def _prefix(self, request: Request) -> tuple[list[PromptChunk], NodeRecord] | str:
         """Return the chunks of a document that a prompt begins with, and the first one's record, or why there are none."""
         prompt = request.prompt
-        if is_full(request.blend):
+        if request.blend.is_full:
             return "the settings have all of it computed"
         if not prompt.chunks or prompt.places is not None:
             return "there are no chunks before its end, or the prompt places its segments itself"
