@@ -7,7 +7,7 @@ from cacheblend_rag.model.attention import (
     replace_attention,
     watch_attention,
 )
-from cacheblend_rag.model.cache import KVCache
+from cacheblend_rag.model.cache import KVCache, PaddedBatch, answering_first, past_adapters, unwrapped
 from cacheblend_rag.model.decoder import (
     REACHES,
     Decoder,
@@ -24,7 +24,6 @@ from cacheblend_rag.model.decoder import (
 )
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
 from cacheblend_rag.model.layers import before_layers
-from cacheblend_rag.model.padded import PaddedBatch, answering_first, past_adapters, unwrapped
 from cacheblend_rag.model.positions import takes_positions
 
 __all__ = [
