@@ -96,6 +96,10 @@ class TransformersBackend(Backend):
         if decoder is None or not blend.enabled:
             return
         selection = selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), self.num_layers, 0))
+        if (selection.rows is None) != bool(selection.check_layers and selection.narrow):
+            raise ConfigError(
+                f"the Selection of selector {selector.name!r} must have rows, or check_layers and a function to narrow them"
+            )
         for layer in selection.check_layers:
             if layer >= decoder.num_kv_layers:
                 raise ConfigError(
