@@ -42,7 +42,7 @@ class Nearness:
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         each = [np.unique(np.asarray(text, dtype=np.int64)) for text in texts]
-        lengths = np.array(list(map(len, each)))
+        lengths = np.array(list(map(len, each)), dtype=np.int64)
         owners = np.repeat(np.arange(len(texts)), lengths)
         words = np.concatenate(each) if each else np.empty(0, dtype=np.int64)
         order = words.argsort(kind="stable")
