@@ -126,7 +126,8 @@ class LlamaBackend(Backend):
             return head
         found = self.supply.open_all(request)
         state.selection = make_selection(request.blend, request.prompt.layout, self.num_layers)
-        rows = state.recomputed = state.selection.rows()
+        rows = state.recomputed = state.selection.rows
+        assert rows is not None
         state.charge = float(rows.numel() * self.num_layers)
         readers = self.supply.readers(request, found)
         for chunk in request.waiting:
