@@ -1,4 +1,4 @@
-"""Chunks, and the prompts made of them."""
+"""Chunks, the prompts made of them, and store keys: digests of all that a chunk's KV depends on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError
-from cacheblend_rag.keys import HEAD_PREFIX
 
 __all__ = [
     "BLANK_LINE",
@@ -18,11 +19,14 @@ __all__ = [
     "ChunkPart",
     "ChunkRef",
     "FixedText",
+    "HEAD_PREFIX",
     "PROMPT_KEY",
     "Segment",
     "carried_prompt",
     "check_text",
+    "chunk_key",
     "chunk_list",
+    "context_digest",
     "document_name",
     "id_list",
     "is_part",
@@ -273,23 +277,15 @@ class BlendPrompt:
     skip_unknown: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunks, str):
-            raise ConfigError(f"chunks is the string {self.chunks[:40]!r}; give a list of ids or chunks")
-        for chunk in self.chunks:
-            if not isinstance(chunk, str | Chunk | ChunkRef):
-                raise ConfigError(
-                    f"chunks holds {chunk!r}, a {type(chunk).__name__}; give ids, Chunk or ChunkRef objects"
-                )
-        if isinstance(self.segments, str):
-            raise ConfigError(
-                f"segments is the string {self.segments[:40]!r}; give a list of segments, or the text as prefix"
-            )
-        for segment in self.segments:
-            if not isinstance(segment, str | FixedText | Chunk | ChunkRef | ChunkPart | Iterable):
-                raise ConfigError(
-                    f"segments holds {segment!r}, a {type(segment).__name__}; give texts, lists of token ids, Chunk, ChunkRef or "
-                    "ChunkPart objects"
-                )
+        for name, given in (("chunks", self.chunks), ("segments", self.segments)):
+            if isinstance(given, str):
+                raise ConfigError(f"{name} is the string {given[:40]!r}; give a list, or the text as prefix")
+            for each in given:
+                if not isinstance(each, str | FixedText | Chunk | ChunkRef | ChunkPart | Iterable):
+                    raise ConfigError(
+                        f"{name} holds {each!r}, a {type(each).__name__}; give ids, Chunk or ChunkRef objects, and as segments "
+                        "also texts, lists of token ids or ChunkPart objects"
+                    )
         if self.segments:
             if self.prefix or self.chunks or self.suffix or self.separator:
                 raise ConfigError("a prompt takes either segments, or prefix, chunks, suffix and separator, not both")
@@ -381,3 +377,28 @@ def out_of_date(ids: Iterable[str], present: Iterable[str]) -> list[str]:
     """Return those of an engine's ids that are not among the ones present, parts of schemas aside."""
     stay = set(id_list(present))
     return [id for id in ids if id not in stay and not is_part(id)]
+
+
+HEAD_PREFIX = "cacheblend/head/"
+"""Beginning of the names of prompts' fixed heads, and of no chunk's id."""
+
+
+def chunk_key(
+    namespace: str,
+    token_ids: Sequence[int],
+    places: Sequence[int] | None = None,
+    context: str = "",
+    *,
+    is_head: bool = False,
+) -> str:
+    """Return the key of the KV of a chunk, or of what prompts begin with: 40 hexadecimal digits (blake2b, 160 bits)."""
+    # Keys of what is read right behind the preamble stay what they are in every store there is.
+    placed = b"" if places is None else b"|at|" + np.asarray(places, "<i4").tobytes()
+    before = b"|head|" if is_head else b"" if not context else b"|behind|" + context.encode()
+    tokens = np.asarray(token_ids, "<i4").tobytes()
+    return hashlib.blake2b(namespace.encode() + tokens + placed + before, digest_size=20).hexdigest()
+
+
+def context_digest(context: Sequence[int]) -> str:
+    """Return 32 hexadecimal digits of a context's token ids; the empty string where there are none."""
+    return hashlib.blake2b(np.asarray(context, "<i4").tobytes(), digest_size=16).hexdigest() if context else ""

@@ -17,7 +17,7 @@ from itertools import chain
 
 import numpy as np
 
-from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, context_digest
+from cacheblend_rag.chunk import HEAD_PREFIX, chunk_key, context_digest
 from cacheblend_rag.store import Names
 from cacheblend_rag.store.base import Later, NodeRecord
 
@@ -42,7 +42,7 @@ class Nearness:
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         each = [np.unique(np.asarray(text, dtype=np.int64)) for text in texts]
-        lengths = np.array(list(map(len, each)))
+        lengths = np.array(list(map(len, each)), dtype=np.int64)
         owners = np.repeat(np.arange(len(texts)), lengths)
         words = np.concatenate(each) if each else np.empty(0, dtype=np.int64)
         order = words.argsort(kind="stable")
@@ -67,28 +67,20 @@ class Nearness:
         return list(map(int, best[np.lexsort((best, scores[best]))]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """All chunks of a store, as they were at some time."""
-
-    ids: Sequence[str]
-    nearness: Nearness
-
-
+@dataclass(frozen=True)
 class _Document:
-    """A document in the order of reading."""
+    """A document in the order of reading, and the passages nearest to it."""
 
-    def __init__(self, members: Sequence[NodeRecord], passages: tuple[tuple[int, ...], ...]) -> None:
-        self.members, self.passages = members, passages
-        self.numbers = {member.id: number for number, member in enumerate(members)}
+    members: Sequence[NodeRecord]
+    passages: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def _nearness(self) -> Nearness:
-        return Nearness([member.token_ids for member in self.members])
+    def numbers(self) -> dict[str, int]:
+        return {member.id: number for number, member in enumerate(self.members)}
 
-    def nearest(self, record: NodeRecord) -> Iterator[NodeRecord]:
-        for place in self._nearness.nearest(record.token_ids):
-            yield self.members[place]
+    @cached_property
+    def nearness(self) -> Nearness:
+        return Nearness([member.token_ids for member in self.members])
 
 
 class Companions:
@@ -105,7 +97,8 @@ class Companions:
     ) -> None:
         self._kind, self._namespace, self._separator, self._room = kind, namespace, separator, room
         self._tokenize, self._names = tokenize, names
-        self._pool: _Pool | None = None
+        # The ids of all chunks of the store, as they were at some time.
+        self._pool: tuple[list[str], Nearness] = [], Nearness(())
 
     @cached_property
     def _known_passages(self) -> tuple[list[tuple[int, ...]], Nearness]:
@@ -115,7 +108,8 @@ class Companions:
 
     def choose(self, records: Sequence[NodeRecord], documents: Mapping[str, Sequence[NodeRecord]]) -> list[Later]:
         """Return how the KV behind others is computed of each chunk, whose documents are given in reading order."""
-        pool = self._whole_store() if self._kind == "similar" and records else None
+        if self._kind == "similar" and records:
+            self._look_at_store()
         read: dict[str, _Document] = {}
         found = []
         for record in records:
@@ -125,27 +119,26 @@ class Companions:
                 read[name] = _Document(members, self._passages(*(member.token_ids for member in members)))
             document = read[name]
             number = document.numbers.get(record.id)
-            candidates = chain(
-                () if pool is None else self._of_store(record, pool),
-                () if number is None else document.nearest(record),
-            )
+            own = () if number is None else document.nearness.nearest(record.token_ids)
+            of_all = self._of_store(record) if self._pool[0] else ()
+            candidates = chain(of_all, (document.members[place] for place in own))
             others = (each for each in candidates if each.id != record.id and each.token_ids != record.token_ids)
             found.append(self._later(record, next(others, None), document, number))
         return found
 
-    def _whole_store(self) -> _Pool:
-        """Return the chunks of the store, or as they were if they are hardly more by now."""
+    def _look_at_store(self) -> None:
+        """Take in the chunks of the store, unless they are hardly more by now."""
         names = self._names()
         ids = names.ids(self._namespace)
-        if self._pool is None or len(ids) > 1.1 * len(self._pool.ids) + 8:
+        if not self._pool[0] or len(ids) > 1.1 * len(self._pool[0]) + 8:
             ids = [id for id in ids if not id.startswith(HEAD_PREFIX)]
             known = [each for each in names.lookup(self._namespace, ids) if each is not None]
-            self._pool = _Pool([each.id for each in known], Nearness([each.token_ids for each in known]))
-        return self._pool
+            self._pool = [each.id for each in known], Nearness([each.token_ids for each in known])
 
-    def _of_store(self, record: NodeRecord, pool: _Pool) -> Iterator[NodeRecord]:
-        for place in pool.nearness.nearest(record.token_ids):
-            [known] = self._names().lookup(self._namespace, [pool.ids[place]])
+    def _of_store(self, record: NodeRecord) -> Iterator[NodeRecord]:
+        ids, nearness = self._pool
+        for place in nearness.nearest(record.token_ids):
+            [known] = self._names().lookup(self._namespace, [ids[place]])
             if known is not None:
                 yield known
 

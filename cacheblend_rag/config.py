@@ -1,25 +1,34 @@
-"""The settings of an engine, fixed when it is made, and of blending, which each call may change."""
+"""The settings of an engine, fixed when it is made, and of blending, which each call may change; constants of an engine."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from textwrap import shorten
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import yaml
-from pydantic import Field, PlainSerializer, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean", "warn_of_unknown_variables"]
+__all__ = [
+    "BlendConfig",
+    "EngineConfig",
+    "SettingsBase",
+    "Tuning",
+    "did_you_mean",
+    "usable_cores",
+    "warn_of_unknown_variables",
+]
 
 _Codec = Literal["native", "int8", "int4"]
 _PREFIX = "CACHEBLEND_"
@@ -272,9 +281,9 @@ class BlendConfig(SettingsBase):
     recompute_ratio : float
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). For chunks that have met no other, CacheBlend
         (section 7) finds 0.15 enough.
-    selector : str or Selector
-        Which tokens to recompute: "boundary", "hkvd", "query", "a3", "random", "none", "full", or any registered selector, with
-        options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
+    selector : str
+        Which tokens to recompute: "boundary", "hkvd", "a3", "random", or any registered selector, with
+        options after the name as in ``"hkvd(check_layers=[1, 8])"``.
 
     Raises
     ------
@@ -285,16 +294,37 @@ class BlendConfig(SettingsBase):
 
     enabled: bool = True
     recompute_ratio: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    selector: Annotated[Any, PlainSerializer(str)] = "boundary"
+    selector: str = "boundary"
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         # What the environment sets was not asked for by the call that these settings are for.
         self.__pydantic_fields_set__ = set(values)
 
-    @field_validator("selector")
-    @classmethod
-    def _selector_is_one(cls, selector: Any) -> Any:
-        if not isinstance(selector, str) and not (hasattr(selector, "begin") and hasattr(selector, "name")):
-            raise ValueError('must be the name of a selector, such as "hkvd", or a Selector')
-        return selector
+    @property
+    def is_full(self) -> bool:
+        """Whether all of a prompt is computed, whatever is stored of it."""
+        return not self.enabled or self.recompute_ratio == 1
+
+
+def usable_cores() -> int:
+    """Return how many cores this thread, and those that it starts, may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of an engine, of which each has one good value; tests and benchmarks change them for comparisons."""
+
+    # Most tokens that are encoded in one batch, padding included.
+    encode_batch_tokens: int = 4096
+    # Most tokens of KV, padding and room for the answers included, with which prompts are decoded together.
+    decode_batch_tokens: int = 32_768
+    # Layers that the loader may be ahead of the computation.
+    prefetch_layers: int = 2
+    # Threads that read, check and decode stored KV meanwhile; by default one for every two cores, at most 4.
+    load_threads: int = field(default_factory=lambda: max(1, min(4, usable_cores() // 2)))
+    # Whether the RAM tier's memory is page-locked; by default if the model is on a CUDA device.
+    page_locked: bool | None = None
+    # Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
+    self_check: bool = True

@@ -11,10 +11,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from cacheblend_rag.keys import context_digest
-from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.model import Decoder, KVCache, ModelCard, text_decoder
-from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
+from cacheblend_rag.chunk import context_digest
+from cacheblend_rag.kv import ChunkKV, LayerKV, Rotation, RotationTable, shift_layer
+from cacheblend_rag.model import Decoder, KVCache, ModelCard, placing, text_decoder
 
 __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "kept_of", "plan_batches", "shared_length"]
 
@@ -141,8 +140,7 @@ class Encoder(ChunkEncoder):
         self._decoder = decoder
         self._read = text_decoder(decoder.model)
         self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS
-        self._preamble_kv: list[LayerKV] | None = None
-        # The beginning of what was read last, and its KV with the preamble's.
+        # The beginning of what was read last, and its KV with the preamble's; none before anything was read.
         self._kept: tuple[tuple[int, ...], list[LayerKV]] = (), []
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
@@ -183,7 +181,7 @@ class Encoder(ChunkEncoder):
         kept = kept_of(batch[0], targets)
         if kept != self._kept[0]:
             stop = len(self.preamble) + len(kept)
-            self._kept = kept, [LayerKV(*(part[:1, :, :stop].clone() for part in kv)) for kv in layers if kept]
+            self._kept = kept, [LayerKV(*(part[:1, :, :stop].clone() for part in kv)) for kv in layers]
 
     def _begin(self, rows: Sequence[Sequence[int]], length: int) -> tuple[tuple[int, ...], tuple[int, ...], KVCache]:
         """Return what all rows begin with, of which the cache has the KV, what is read before the rest of them, the preamble or
@@ -191,16 +189,14 @@ class Encoder(ChunkEncoder):
         """
         kept, layers = self._kept
         known = min(shared_length(kept, row) for row in rows)
-        stop = len(self.preamble) + known
-        if known:
-            layers = [LayerKV(*(part[:, :, :stop] for part in kv)) for kv in layers]
-        elif not self._shares_preamble:
+        if not known and not self._shares_preamble:
             return (), self.preamble, KVCache(self._decoder.num_layers)
-        else:
-            if self._preamble_kv is None:
-                self._preamble_kv = self._forward([self.preamble], KVCache(self._decoder.num_layers))
-            layers = self._preamble_kv
-        return kept[:known], (), KVCache.after(layers, len(rows), len(self.preamble) + length)
+        if not layers:
+            layers = self._forward([self.preamble], KVCache(self._decoder.num_layers))
+            self._kept = (), layers
+        stop = len(self.preamble) + known
+        before = [LayerKV(*(part[:, :, :stop] for part in kv)) for kv in layers]
+        return kept[:known], (), KVCache.after(before, len(rows), len(self.preamble) + length)
 
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
         """Return the KV of the preamble and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
@@ -219,8 +215,9 @@ class Encoder(ChunkEncoder):
     def _forward(
         self, rows: Sequence[Sequence[int]], cache: KVCache, positions: Sequence[int] | None = None
     ) -> list[LayerKV]:
-        ids = torch.tensor(rows, device=self._decoder.device)
-        self._read(input_ids=ids, past_key_values=cache, use_cache=True, **self._decoder.placing(positions))
+        model = self._decoder.model
+        where = {} if positions is None else placing(model, positions)
+        self._read(input_ids=torch.tensor(rows, device=model.device), past_key_values=cache, use_cache=True, **where)
         return cache.kv()
 
 

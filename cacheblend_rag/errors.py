@@ -3,6 +3,11 @@
 Every message says what was wrong, with which value, and what to do about it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "AnswerTimeoutError",
     "BackendError",
@@ -142,3 +147,16 @@ class ChunkReadError(StoreError):
         super().__init__(f"stored KV {key[:12]}… cannot be read: {reason}; it will be computed again")
         self.key = key
         self.damaged = damaged
+
+
+@contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Turn an ImportError in a ``with`` block into a `ConfigError` with the extra that `what`, its subject, needs."""
+    try:
+        yield
+    except ImportError as error:
+        # fsspec names what a filesystem needs in words alone.
+        raise ConfigError(
+            f'{what} needs a package that is not installed ({error.name or error}): pip install "cacheblend-rag[{extra}]", or '
+            "in a clone as docs/install.md says"
+        ) from error

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.chunk import check_text
-from cacheblend_rag.thoughts import Thinking
+from cacheblend_rag.stops import Thinking
 
 __all__ = ["MARK", "Lexer", "lexer_of"]
 

@@ -20,12 +20,11 @@ from itertools import groupby
 
 import torch
 
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, Rotation, RotationTable, shift_layer
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
-from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
+from cacheblend_rag.report import LayerTimes
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.trace import LayerTimes
 
 __all__ = ["LayerLoader", "compute_alone"]
 

@@ -37,7 +37,7 @@ class HeldPrompt:
     """A prompt and its answer whose KV is at hand, without the last token, which the model has not read."""
 
     token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
-    # The rows of chunks that were not computed, ascending; see `_stored`.
+    # The rows of chunks that were not computed, ascending; see `_shareable`.
     stored: tuple[_Place, ...]
     # All chunks.
     seen: tuple[PromptChunk, ...]
@@ -100,8 +100,8 @@ class PrefixCache:
         """Return the prompt that shares most with a new one, and how many rows; None if it is not more than `least`."""
         if prompt.places is not None:
             return None
-        token_ids = np.array(prompt.layout.token_ids[: _most_rows(prompt, ratio, len(prompt.layout) - 1)], np.int64)
-        stored = _stored(prompt, ratio)
+        most, stored = _shareable(prompt, ratio, len(prompt.layout) - 1)
+        token_ids = np.array(prompt.layout.token_ids[:most], np.int64)
         while True:
             with self._lock:
                 # Of several that share as much, the last used one, so that the others grow old.
@@ -127,15 +127,14 @@ class PrefixCache:
         nbytes: int,
     ) -> bool:
         """Keep a prompt and its answer, whose first `rows` the KV is of; return whether it is kept, or was at least cut."""
-        most = _most_rows(prompt, ratio, rows)
+        most, stored = _shareable(prompt, ratio, rows)
         if prompt.places is not None or nbytes > self.limit_bytes or most < _LEAST_ROWS:
             return False
         if most < rows:
             kv, nbytes, rows = self._cut_kv(kv, most), nbytes * most // rows, most
         chunks = [chunk for chunk in (*prompt.chunks, *prompt.computed) if chunk.start < rows]
         token_ids = np.array((*prompt.layout.token_ids, *output_ids)[:rows], np.int64)
-        stored = tuple(each for each in _stored(prompt, ratio) if each[0] < rows)
-        held = HeldPrompt(token_ids, stored, tuple(chunks), kv, nbytes)
+        held = HeldPrompt(token_ids, tuple(each for each in stored if each[0] < rows), tuple(chunks), kv, nbytes)
         with self._lock:
             if self._closed:
                 return False
@@ -202,15 +201,13 @@ class PrefixCache:
                 self._held[HeldPrompt(held.token_ids[:rows], stored, seen, kv, nbytes)] = used
 
 
-def _most_rows(prompt: AssembledPrompt, ratio: float | None, rows: int) -> int:
-    """Return how many of its first rows a prompt may share."""
-    return min(rows, prompt.chunks[0].start) if ratio and prompt.chunks else rows
-
-
-def _stored(prompt: AssembledPrompt, ratio: float | None) -> tuple[_Place, ...]:
-    """Return the half-open rows of the chunks that are not computed, their keys, and the first tokens that stand there."""
+def _shareable(prompt: AssembledPrompt, ratio: float | None, rows: int) -> tuple[int, tuple[_Place, ...]]:
+    """Return how many of its first rows a prompt may share, and of the chunks that are not computed their half-open rows, keys,
+    and the first tokens that stand there.
+    """
     chunks = prompt.chunks if ratio is not None else ()
-    return tuple((chunk.start, chunk.stop, chunk.key, chunk.first) for chunk in chunks)
+    most = min(rows, chunks[0].start) if ratio and chunks else rows
+    return most, tuple((chunk.start, chunk.stop, chunk.key, chunk.first) for chunk in chunks)
 
 
 def drop_oldest(shelf: Iterable[PrefixCache]) -> bool:

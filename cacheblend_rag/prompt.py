@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.chunk import HEAD_PREFIX, text_hash
 from cacheblend_rag.encode import Target
-from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.store import NodeRecord
 from cacheblend_rag.store.base import Later

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from cacheblend_rag.trace import Trace
-
-__all__ = ["OTHER_TEXT", "AddResult", "BlendReport", "CallReport", "ChunkReport", "WarmEstimate"]
+__all__ = [
+    "AddResult",
+    "BlendReport",
+    "CallReport",
+    "ChunkReport",
+    "LayerTimes",
+    "OTHER_TEXT",
+    "Span",
+    "Trace",
+    "TracedChunk",
+    "WarmEstimate",
+]
 
 OTHER_TEXT = "its text is not the text that was added under this id"
 """The reason of a chunk whose id stands for another text."""
@@ -56,7 +65,7 @@ class BlendReport:
     context_tokens : int
         Tokens of its chunks.
     recomputed_tokens : int
-        Chunk tokens that were recomputed by the prefill, in all layers after the selection or up to `BlendConfig.stop_layer`.
+        Chunk tokens that were recomputed by the prefill, in all layers after the selection.
     recompute_ratio : float
         The ratio that was requested, or that an attachment chose; 1 if the whole prompt was computed.
     charged_ratio : float
@@ -204,3 +213,64 @@ class WarmEstimate:
     disk_bytes: int = 0
     # Time to compute it, with no other work going on.
     seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class LayerTimes:
+    """Times at which a prompt's layers were loaded, and handed to the computation, by `time.perf_counter`."""
+
+    # When the first of each layer's pieces was begun, and when the layer was whole.
+    load_began: dict[int, float] = field(default_factory=dict)
+    load_ended: dict[int, float] = field(default_factory=dict)
+    # When the computation came to each layer's attention, and when it had the layer's KV.
+    asked: dict[int, float] = field(default_factory=dict)
+    handed: dict[int, float] = field(default_factory=dict)
+
+
+class Span(NamedTuple):
+    """Half-open range of rows, or of time, and what became of it."""
+
+    # The tier that the KV of rows came from, "encoded", "head" or "prefix". Of a time: "queue", "open" or "encode".
+    what: str
+    start: float
+    stop: float
+
+
+class TracedChunk(NamedTuple):
+    """A chunk of a prompt: its half-open range of rows, and what became of it, as in `ChunkReport`."""
+
+    start: int
+    stop: int
+    id: str | None
+    key: str
+    # How many tokens its KV was read behind, beside the preamble.
+    behind: int
+    tier: str | None
+    reason: str | None
+    attention: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Record of what became of every token of a prompt, and when, by `time.perf_counter`."""
+
+    token_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    chunks: tuple[TracedChunk, ...]
+    # The rows whose KV was not computed in the prompt's forward; where two have a row, the later one holds.
+    reused: tuple[Span, ...]
+    # Those of them that were recomputed, ascending.
+    recomputed: tuple[int, ...]
+    # When the call came.
+    started: float
+    forward_started: float
+    forward_ended: float
+    # What the time before the prefill was spent on.
+    waits: tuple[Span, ...]
+    # None where no stored KV was read.
+    layers: LayerTimes | None
+    # When each token was there.
+    token_times: tuple[float, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()

@@ -19,7 +19,7 @@ MODULES = {
         "CompareAnswers Repair SnapKV SourceAttention calibrate calibrate_asking inspector_page".split()
     ),
     "cacheblend_pml": set("Import Module Param Prompt Role Scaffold Schema Schemas Turn Union".split()),
-    "cacheblend_rag.selection": {"FixedSelection", "LayerProbe", "SelectionTask"},
+    "cacheblend_rag.selection": {"LayerProbe", "SelectionTask"},
     "cacheblend_serve": {"ServedEngine"},
     "cacheblend_ray": {"WarmSummary", "build_app", "warm"},
     "cacheblend_rag.store.remote": {"ByteSource", "EncodedChunk", "RemoteTier"},

@@ -6,7 +6,6 @@ import logging
 import threading
 import weakref
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -40,9 +39,8 @@ class ChunkFinder:
     def __init__(self) -> None:
         # Of each id its text's digest, by which it is known again, and its beginning and length: (None, 0) of what is not found.
         self.entries: dict[str, tuple[str, str | None, int]] = {}
-        self._ids: dict[str, dict[str, None]] = {}
-        # How many texts of each length begin alike.
-        self._lengths: dict[str, Counter[int]] = {}
+        # The ids of a text, by its beginning, its length, and its digest.
+        self._texts: dict[str, dict[int, dict[str, dict[str, None]]]] = {}
 
     def add(self, id: str, digest: str, text: str) -> None:
         """Make a text and its digest known in place of an earlier one of this id; what is too short is known, but not found."""
@@ -52,8 +50,7 @@ class ChunkFinder:
             return
         head = text[:HEAD_CHARS]
         self.entries[id] = digest, head, len(text)
-        self._ids.setdefault(digest, {})[id] = None
-        self._lengths.setdefault(head, Counter())[len(text)] += 1
+        self._texts.setdefault(head, {}).setdefault(len(text), {}).setdefault(digest, {})[id] = None
 
     def remove(self, ids: Iterable[str]) -> None:
         """Make texts unknown; ids that are not known do no harm."""
@@ -61,25 +58,23 @@ class ChunkFinder:
             digest, head, length = self.entries.pop(id, ("", None, 0))
             if head is None:
                 continue
-            del self._ids[digest][id]
-            if not self._ids[digest]:
-                del self._ids[digest]
-            lengths = self._lengths[head]
-            lengths[length] -= 1
-            if not lengths[length]:
-                del lengths[length]
-            if not lengths:
-                del self._lengths[head]
+            alike = self._texts[head]
+            del alike[length][digest][id]
+            if not alike[length][digest]:
+                del alike[length][digest]
+            if not alike[length]:
+                del alike[length]
+            if not alike:
+                del self._texts[head]
 
     def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
         """Return where known texts of `min_chars` or more stand in `text`, in order; of those that overlap, the longest."""
         found: list[Match] = []
         for start in range(len(text) - HEAD_CHARS + 1):
-            for length in self._lengths.get(text[start : start + HEAD_CHARS], ()):
-                if min_chars <= length <= len(text) - start:
-                    digest = text_hash(text[start : start + length])
-                    if digest in self._ids:
-                        found.append(Match(start, start + length, tuple(self._ids[digest])))
+            for length, known in self._texts.get(text[start : start + HEAD_CHARS], {}).items():
+                fits = min_chars <= length <= len(text) - start
+                if fits and (ids := known.get(text_hash(text[start : start + length]))):
+                    found.append(Match(start, start + length, tuple(ids)))
         chosen: list[Match] = []
         for match in sorted(found, key=lambda match: (match.start - match.stop, match.start)):
             if all(match.stop <= other.start or other.stop <= match.start for other in chosen):

@@ -10,8 +10,7 @@ from typing import Any
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import BlendConfig, EngineConfig, SettingsBase, did_you_mean
 from cacheblend_rag.engine import BlendEngine, Engine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, needs_extra
 
 __all__ = ["given_engine", "model_engine", "offered", "refuse_unknown"]
 

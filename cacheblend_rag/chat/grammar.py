@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError, StructuredOutputError
-from cacheblend_rag.thoughts import Thinking
+from cacheblend_rag.stops import Thinking
 
 __all__ = ["Guide", "after_thoughts", "answer_form", "json_grammar", "written"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from cacheblend_rag.chat.grammar import json_grammar, written
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.thoughts import begun
+from cacheblend_rag.stops import begun
 
 __all__ = ["ToolCall", "ToolGate", "ToolReply", "UnreadCall", "call_grammar", "chosen_tools", "parse_calls"]
 

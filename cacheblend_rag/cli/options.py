@@ -57,7 +57,7 @@ _STORE = "The folder with the KV, or a library that has it in kv."
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", file_okay=False, help=_STORE)]
 _EMBEDDING = "A sentence-transformers model, id or folder; by default all-MiniLM-L6-v2."
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", metavar="NAME", help=_EMBEDDING)]
-_SELECTOR = "Which tokens to recompute: hkvd, query, a3, boundary, random, none or full; by default from the settings."
+_SELECTOR = "Which tokens to recompute: hkvd, a3, boundary or random; by default from the settings."
 SelectorOption = Annotated[str | None, typer.Option("--selector", metavar="NAME", help=_SELECTOR)]
 AnswerTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of the answer.")]
 CompareOption = Annotated[bool, typer.Option("--compare", help="Also answer by full prefill, and show both times.")]

@@ -24,8 +24,7 @@ from cacheblend_rag.cli.output import (
 )
 from cacheblend_rag.documents.settings import LibrarySettings, kv_folder, make_folder
 from cacheblend_rag.documents.splitter import SUFFIXES, cut, read_files
-from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, StoreError, needs_extra
 from cacheblend_rag.lexer import lexer_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -17,8 +17,7 @@ from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.settings import kv_folder
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, StoreError, needs_extra
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.store import KVStore, open_store
 

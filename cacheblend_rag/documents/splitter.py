@@ -10,8 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from cacheblend_rag.chunk import Chunk, text_hash
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, needs_extra
 
 __all__ = ["SUFFIXES", "cut", "named_chunks", "read_files", "split_text"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.chunk import HEAD_PREFIX, BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, chunk_key, text_hash
 from cacheblend_rag.companions import Companions
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
@@ -25,7 +25,6 @@ from cacheblend_rag.errors import (
     StoreError,
     UnknownChunkError,
 )
-from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import Decoder, ModelCard

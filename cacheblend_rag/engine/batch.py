@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import TransformersKwargs
 
-from cacheblend_rag.config import BlendConfig, did_you_mean
+from cacheblend_rag.config import BlendConfig, Tuning, did_you_mean
 from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import NEUTRAL, OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, token_ids
 from cacheblend_rag.engine.protocol import GenerationResult
@@ -26,7 +26,6 @@ from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_batching
 from cacheblend_rag.model import Decoder, PaddedBatch, unwrapped
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["BatchingBackend", "options_of_each"]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, id_list
-from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig, Tuning
 from cacheblend_rag.engine.backend import Attachment, Backend, deadline_of, engine_class
 from cacheblend_rag.engine.batch import options_of_each
 from cacheblend_rag.engine.huggingface import TransformersBackend
@@ -28,7 +28,6 @@ from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["BlendEngine"]
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, Tuning
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.backend import RunningForward, scheduler_of
 from cacheblend_rag.engine.batch import BatchingBackend, attached_reason
@@ -38,10 +38,9 @@ from cacheblend_rag.model import (
     unwrapped,
 )
 from cacheblend_rag.prefixes import PrefixCache, RowsReader, cut_layers, storage_bytes
-from cacheblend_rag.selection import FixedSelection, SelectionTask, is_full, make_selection, make_selector
+from cacheblend_rag.report import LayerTimes
+from cacheblend_rag.selection import Selection, SelectionTask, make_selection, make_selector
 from cacheblend_rag.store import KVReader
-from cacheblend_rag.trace import LayerTimes
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["TransformersBackend", "engine_identity", "look_at_model"]
 
@@ -93,14 +92,18 @@ class TransformersBackend(BatchingBackend):
             selector.validate(self.num_layers)
         if decoder is None or not blend.enabled:
             return
-        layers = selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), self.num_layers, 0)).check_layers
-        for layer in layers:
+        selection = selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), self.num_layers, 0))
+        if (selection.rows is None) != bool(selection.check_layers and selection.narrow):
+            raise ConfigError(
+                f"the Selection of selector {selector.name!r} must have rows, or check_layers and a function to narrow them"
+            )
+        for layer in selection.check_layers:
             if layer >= decoder.num_kv_layers:
                 raise ConfigError(
                     f"check layer {layer} of {type(self.model).__name__} has no KV of its own to compare, as all its layers from "
                     f"{decoder.num_kv_layers} on; choose earlier check_layers"
                 )
-        if selector.needs_attention and not decoder.shows_attention:
+        if selection.wants_attention and not decoder.shows_attention:
             raise ConfigError(
                 f"selector {selector.name!r} needs the question's attention, which {type(self.model).__name__} does not show; "
                 "choose hkvd"
@@ -199,7 +202,7 @@ class TransformersBackend(BatchingBackend):
         if not request.blend.enabled:
             return True, None
         refusal = self._refusal(request.prompt.layout) or request.chunkless
-        return refusal is not None or is_full(request.blend), refusal
+        return refusal is not None or request.blend.is_full, refusal
 
     def _loader(self, request: Request, decoder: Decoder, readers: Mapping[int, KVReader], room: int) -> LayerLoader:
         """Return what loads the stored rows of a prompt; it raises `ChunkReadError` where they turn out damaged."""
@@ -218,7 +221,7 @@ class TransformersBackend(BatchingBackend):
             first_layer,
             len(loaded) + room,
             self.tuning.prefetch_layers,
-            self.tuning.threads,
+            self.tuning.load_threads,
             state.layers,
         )
 
@@ -227,10 +230,10 @@ class TransformersBackend(BatchingBackend):
         state = request.state
         layout, text = request.layout, request.layout.text_rows
         # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
-        selection = state.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
+        selection = state.selection or Selection(torch.empty(0, dtype=torch.int64))
         goes_on = (
-            isinstance(selection, FixedSelection)
-            and not selection.rows().numel()
+            selection.rows is not None
+            and not selection.rows.numel()
             # All that is computed stands after all that is stored.
             and 0 < int(text[0]) == len(layout) - text.numel()
             and request.prompt.places is None
@@ -257,7 +260,7 @@ class TransformersBackend(BatchingBackend):
         if not blend.enabled or self._refusal(layout) is not None:
             return {}
         rows = 0 if head is None else head.rows
-        ratio = None if whole else _effective(blend)
+        ratio = None if whole else blend.recompute_ratio
         found = request.supply.prefixes.find(request.prompt, ratio, rows) if request.shares else None
         if found is not None:
             held, rows = found
@@ -275,7 +278,7 @@ class TransformersBackend(BatchingBackend):
         layers = cache.kv_layers[: self.num_kv_layers]
         is_whole = not any(layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(request.prompt.layout, len(request.state.output_ids)) is None:
-            ratio = None if request.state.selection is None else _effective(request.blend)
+            ratio = None if request.state.selection is None else request.blend.recompute_ratio
             kv, rows = cache.kv(), layers[0].held_tokens
             keep = request.supply.prefixes.keep
             keep(request.prompt, request.state.output_ids, ratio, rows, kv, storage_bytes(kv))
@@ -289,11 +292,6 @@ class TransformersBackend(BatchingBackend):
                 "depend on the length of the prompt"
             )
         return self.reason
-
-
-def _effective(blend: BlendConfig) -> float:
-    """Return the ratio of what is recomputed, whatever was asked for."""
-    return 0.0 if make_selector(blend.selector).name == "none" else blend.recompute_ratio
 
 
 def _note_work(request: Request, loader: LayerLoader | None, steering: Steering | None) -> None:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, chunk_list, id_list, out_of_date
-from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.chunk import HEAD_PREFIX, BlendPrompt, Chunk, chunk_list, id_list, out_of_date
+from cacheblend_rag.config import EngineConfig, Tuning
 from cacheblend_rag.engine.answering import AnsweringStore, TenantStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.backend import EncodingModel
@@ -20,14 +20,12 @@ from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.protocol import AddOptions
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError, StoreFormatError, StoreReadOnlyError
-from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.metrics import EngineMetrics
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import AddResult, WarmEstimate
 from cacheblend_rag.store import KVStore, NameChanges, Names, NodeRecord, open_store
-from cacheblend_rag.tuning import Tuning
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,7 +74,7 @@ class ChunkLibrary(ABC):
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
         self._supply = KVSupply(model, answering, self._assembler, config.tenant or "")
         self._ingest = Ingest(self._assembler, self._supply, store, config)
-        self._prefetcher = Prefetcher(answering, tuning.threads)
+        self._prefetcher = Prefetcher(answering, tuning.load_threads)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -25,9 +25,8 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import AddResult, BlendReport, WarmEstimate
-from cacheblend_rag.stops import Spelling, StopCutter
+from cacheblend_rag.stops import Spelling, StopCutter, Thinking
 from cacheblend_rag.store import NameChanges, NodeRecord
-from cacheblend_rag.thoughts import Thinking
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

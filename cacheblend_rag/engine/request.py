@@ -18,9 +18,8 @@ from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
-from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.report import BlendReport, ChunkReport, LayerTimes, Span, Trace, TracedChunk
 from cacheblend_rag.selection import Selection, make_selector
-from cacheblend_rag.trace import LayerTimes, Span, Trace, TracedChunk
 
 if TYPE_CHECKING:
     from cacheblend_rag.engine.supply import KVSupply

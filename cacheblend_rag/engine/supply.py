@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
+from cacheblend_rag.chunk import chunk_key
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
@@ -15,7 +16,6 @@ from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.backend import Attachment, EncodingModel
 from cacheblend_rag.engine.request import Request, why_missed
 from cacheblend_rag.errors import BackendError, ChunkReadError
-from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.prompt import PromptChunk, PromptHead

@@ -15,11 +15,10 @@ import torch
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.steer import BlendCache, LayerSource, Steering
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import Decoder, KVCache, PaddedBatch, before_layers, refusing_failures
-from cacheblend_rag.rope import shift_layer
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import Selection
 
 __all__ = ["check_batching", "check_blending", "true_kv"]
 
@@ -60,7 +59,7 @@ def _check_rows(decoder: Decoder, drawn: torch.Tensor, own: list[LayerKV], wante
     selected = torch.tensor(_RECOMPUTED_ROWS)
     blended, after = BlendCache(decoder.num_layers), KVCache(decoder.num_layers)
     some = _rows_of(decoder, wanted, torch.cat((layout.text_rows, selected)).sort().values)
-    steering = Steering(decoder, blended, layout, FixedSelection(selected), true_kv(own))
+    steering = Steering(decoder, blended, layout, Selection(selected), true_kv(own))
     with steering(), _handing(decoder, some) as given:
         logits = _logits(decoder, blended, input_ids=ids)
     _check_results(decoder, "computing some rows over the model's own KV", [*given, logits], some)

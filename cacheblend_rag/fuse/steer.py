@@ -175,11 +175,6 @@ class Steering:
         self._rows = self._every
         self._stored: dict[int, LayerKV] = {}
         self._cutter = _RowCutter(decoder, len(layout))
-        looks = selection.look_layers
-        self._choose_at = looks[-1] + 1 if looks else 0
-        # While it looks: what each layer, from the first on, was called with, for the rows that have to make up for it.
-        self._passed: list[dict[str, Any]] = []
-        self._looking_at: int | None = None
         self._is_last_under_way = False
         # Work done on chunk rows so far, in decoder-block rows; what was done on text only to select is part of it.
         self.charge = 0.0
@@ -195,12 +190,10 @@ class Steering:
             with (
                 before_layers(self._decoder.layers, self.prefill_layer),
                 replace_attention(attend_in_blocks) if self._decoder.device.type == "cpu" else nullcontext(),
-                watch_attention(self._look) if self._selection.look_layers else nullcontext(),
             ):
                 yield
         finally:
             self._cache.steering = None
-            self._passed.clear()
             hook.remove()
 
     def prefill_layer(self, layer: int, arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -214,27 +207,15 @@ class Steering:
         narrowed = arguments[self._decoder.states].shape[self._cutter.states_axis] != count
         if narrowed and layer >= self._decoder.num_kv_layers:
             # The model itself goes on with fewer rows, where layers attend to the KV of others (Gemma 4).
-            if selection.look_layers and layer <= self._choose_at:
-                raise UnsupportedModelError(
-                    f"{type(self._decoder.model).__name__} takes only the prompt's last rows through its layers from {layer} on, "
-                    f"and the selector looks there; choose another, or look_layers below {layer - 1}"
-                )
             self._cache.steering = None
             return None
         if layer in selection.check_layers:
             self._check(layer, arguments)
-        elif layer == 0 and not selection.check_layers:
-            self._go_on_with(self._candidates[:0] if selection.look_layers else selection.rows())
-        if layer < self._choose_at:
-            self._passed.append(arguments)
-        elif layer == self._choose_at and selection.look_layers:
-            self._go_on_with(selection.rows())
-            arguments = arguments | {self._decoder.states: self._catch_up(arguments[self._decoder.states])}
-            before = self._rows
+        elif layer == 0 and selection.rows is not None:
+            self._go_on_with(selection.rows)
         if layer == selection.stop_layer:
             self._rows = self._text_rows
             self._chosen = self._candidates[:0]
-        self._looking_at = layer if layer in selection.look_layers else None
         self.charge += self._context_tokens if self._rows is self._every else self._chosen.numel()
         if layer == self._decoder.num_layers - 1:
             self._is_last_under_way = True
@@ -290,59 +271,18 @@ class Steering:
         all_rows = self._rows is self._every
         self.charge += self._decoder.probe_share * (self._context_tokens if all_rows else candidates.numel())
         where = candidates if self._rows is None else torch.searchsorted(self._rows, candidates)
-        kept = self._selection.narrow(
-            LayerProbe(
-                layer,
-                candidates,
-                _rows_of(fresh, where),
-                found,
-                self._attention(calls[0], candidates, self._question_tokens) if calls else None,
-            )
-        )
+        attention = None
+        if calls:
+            heads, _, width = calls[0].query.shape[1:]
+            scores = 2 * heads * width * self._question_tokens * calls[0].key.shape[2]
+            self.charge += scores / self._decoder.row_flops
+            weights = attention_weights(calls[0], self._question_tokens)
+            attention = weights.index_select(2, candidates.to(weights.device))
+        assert self._selection.narrow is not None
         self._stored[layer] = stored
-        self._go_on_with(kept)
-
-    def _look(self, call: AttentionCall) -> None:
-        """Show the selection what the end of the prompt attends to in the layer that has just attended."""
-        if self._looking_at is None or self._cache.steering is not self:
-            return
-        layer, self._looking_at = self._looking_at, None
-        self._selection.look(layer, self._attention(call, self._candidates, 1)[:, 0])
-
-    def _attention(self, call: AttentionCall, columns: torch.Tensor, window: int) -> torch.Tensor:
-        """Return the last rows' attention to some columns, and charge the scores, which were computed for this alone."""
-        heads, _, width = call.query.shape[1:]
-        scores = 2 * heads * width * window * call.key.shape[2]
-        self.charge += scores / self._decoder.row_flops
-        return attention_weights(call, window).index_select(2, columns.to(call.key.device))
-
-    def _catch_up(self, text_states: torch.Tensor) -> torch.Tensor:
-        """Take the chosen rows through the layers that they have missed; return the states of all rows now computed."""
-        chosen = self._chosen
-        states, before = self._passed[0][self._decoder.states], None
-        passed, self._passed = self._passed[: self._selection.stop_layer], []
-        self.charge += len(passed) * chosen.numel()
-        self._rows = chosen
-        for module, arguments in zip(self._decoder.layers, passed, strict=False):
-            if not chosen.numel():
-                break
-            cut = self._cutter.cut(arguments | {self._decoder.states: states}, before, chosen)
-            output = module.forward(**cut)
-            states, before = output[0] if isinstance(output, tuple) else output, chosen
-        if len(passed) < self._choose_at:
-            # The rows need not go any further.
-            self._chosen, self._rows = chosen[:0], self._text_rows
-            return text_states
-        self._go_on_with(chosen)
-        axis = self._cutter.states_axis
-        shape = list(text_states.shape)
-        shape[axis] = self._rows.numel()
-        merged = text_states.new_empty(shape)
-        for rows, part in ((self._text_rows, text_states), (chosen, states)):
-            if rows.numel():
-                where = torch.searchsorted(self._rows, rows)
-                merged.index_copy_(axis, where.to(merged.device), part.to(merged.device))
-        return merged
+        self._go_on_with(
+            self._selection.narrow(LayerProbe(layer, candidates, _rows_of(fresh, where), found, attention))
+        )
 
     def _go_on_with(self, chosen: torch.Tensor) -> None:
         self._chosen = self.recomputed_rows = chosen.to(self._text_rows.device)
@@ -353,10 +293,6 @@ class Steering:
         held = self._cache.kv_layers[layer]
         if self._rows is None:
             return held.update(keys, values)
-        if held.keys is not None and held.values is not None:
-            # A layer that is passed a second time, by the rows that were chosen after the first.
-            self._write(LayerKV(held.keys, held.values), self._rows, LayerKV(keys, values))
-            return held.keys, held.values
         whole = self._stored.pop(layer, None) or self._source(layer)
         self._write(whole, self._rows, LayerKV(keys, values))
         if layer == self._decoder.num_layers - 1:

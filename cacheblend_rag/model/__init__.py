@@ -7,25 +7,24 @@ from cacheblend_rag.model.attention import (
     replace_attention,
     watch_attention,
 )
-from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.card import ModelCard
+from cacheblend_rag.model.cache import KVCache, PaddedBatch, answering_first, past_adapters, unwrapped
 from cacheblend_rag.model.decoder import (
     REACHES,
     Decoder,
+    ModelCard,
     inspect_model,
     layer_types,
     model_window,
     num_decoder_layers,
     placing,
+    refuse_compiled,
     refusing_failures,
     state_layers,
     text_decoder,
 )
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
 from cacheblend_rag.model.layers import before_layers
-from cacheblend_rag.model.padded import PaddedBatch, answering_first
 from cacheblend_rag.model.positions import takes_positions
-from cacheblend_rag.model.wrapping import past_adapters, refuse_compiled, unwrapped
 
 __all__ = [
     "REACHES",

@@ -1,17 +1,19 @@
-"""A KV cache that keeps every token of every layer and grows in place."""
+"""KV caches that keep every token of every layer and grow in place: of one prompt, and of several in a padded batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicLayer
+from transformers import Cache, DynamicLayer, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.kv import LayerKV
 
-__all__ = ["KVCache", "KVCacheLayer"]
+__all__ = ["KVCache", "KVCacheLayer", "PaddedBatch", "answering_first", "past_adapters", "unwrapped"]
 
 
 class KVCacheLayer(DynamicLayer):
@@ -20,11 +22,8 @@ class KVCacheLayer(DynamicLayer):
     # Tokens that every head has dropped. They count in the length, by which positions and masks are made.
     evicted_tokens = 0
     _buffer: LayerKV | None = None
+    # How many tokens count as held, in a buffer that is asked for when the model comes to this layer.
     _expected: tuple[int, Callable[[], LayerKV]] | None = None
-
-    def expect(self, length: int, load: Callable[[], LayerKV]) -> None:
-        """Count `length` tokens as held, in a buffer that `load` returns when the model comes to this layer."""
-        self._expected = length, load
 
     def hold(self, buffer: LayerKV, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Take over `buffer`, whose first `length` tokens are filled, and return their keys and values."""
@@ -86,11 +85,6 @@ class KVCacheLayer(DynamicLayer):
         self.evicted_tokens += self.held_tokens - count
         self.hold(_with_room(LayerKV(*kept), count + room), count)
 
-    def cut(self, length: int) -> None:
-        """Forget all but the first tokens; what comes next takes their room."""
-        assert self._buffer is not None
-        self.hold(self._buffer, length)
-
     def reset(self) -> None:
         """Forget everything."""
         self._buffer = self._expected = None
@@ -122,13 +116,13 @@ class KVCache(Cache):
     def expect(self, length: int, layers: int, source: Callable[[int], LayerKV]) -> None:
         """Have each of the first `layers` layers count `length` tokens as held, in a buffer that `source` returns for it."""
         for number, layer in enumerate(self.kv_layers[:layers]):
-            layer.expect(length, partial(source, number))
+            layer._expected = length, partial(source, number)
 
     def cut(self, length: int) -> None:
-        """Forget all but the first tokens of each row."""
+        """Forget all but the first tokens of each row; what comes next takes their room."""
         for layer in self.kv_layers:
-            if layer.held_tokens:
-                layer.cut(length)
+            if layer._buffer is not None:
+                layer.hold(layer._buffer, length)
 
     def kv(self) -> list[LayerKV]:
         """Return the KV of every layer that holds some, ``(batch, num_kv_heads, seq_len, head_dim)`` each."""
@@ -147,3 +141,93 @@ def _with_room(kv: LayerKV, length: int, batch: int | None = None) -> LayerKV:
         buffer[:, :, : tensor.shape[2]] = tensor
         buffers.append(buffer)
     return LayerKV(*buffers)
+
+
+class PaddedBatch:
+    """Prompts side by side, each padded on the left to `width` tokens, so that all go on in the same column."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], room: int) -> None:
+        self.width = max(map(len, prompts))
+        self._room = room
+        self.starts = [self.width - len(ids) for ids in prompts]
+        # Padding repeats a token that the prompt has anyway: a penalty on repeated tokens reads the ids without a mask.
+        self._ids = [[ids[0]] * start + list(ids) for ids, start in zip(prompts, self.starts, strict=True)]
+        self._positions = [[0] * start + list(row) for row, start in zip(positions, self.starts, strict=True)]
+        self._buffers: list[LayerKV] = []
+        self._logits: list[torch.Tensor | None] = [None] * len(prompts)
+
+    def take(self, row: int, cache: KVCache, logits: torch.Tensor) -> None:
+        """Copy a prompt's KV from its cache into its row, and keep the logits of the token after it, ``(vocab,)``."""
+        held = cache.kv()
+        if not self._buffers:
+            self._buffers = [LayerKV(*(self._buffer(tensor) for tensor in layer)) for layer in held]
+        start = self.starts[row]
+        for buffers, layer in zip(self._buffers, held, strict=True):
+            for buffer, tensor in zip(buffers, layer, strict=True):
+                buffer[row, :, start : self.width] = tensor[0]
+        self._logits[row] = logits
+
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Zeros, since what is masked is multiplied by nothing, and must be a number for that.
+        _, heads, _, width = tensor.shape
+        return tensor.new_zeros(len(self.starts), heads, self.width + self._room, width)
+
+    def filled(self, device: torch.device) -> tuple[dict[str, torch.Tensor], KVCache, torch.Tensor]:
+        """Return ids, mask and positions, ``(prompts, width)``, a cache with the KV of all, and the logits after each.
+
+        Those of a row that was not taken, ``(vocab,)``, mean nothing.
+        """
+        mask = [[0] * start + [1] * (self.width - start) for start in self.starts]
+        values = {"input_ids": self._ids, "attention_mask": mask, "position_ids": self._positions}
+        cache = KVCache(len(self._buffers))
+        for layer, buffers in zip(cache.kv_layers, self._buffers, strict=True):
+            layer.hold(buffers, self.width)
+        known = next(row for row in self._logits if row is not None)
+        logits = torch.stack([known if row is None else row for row in self._logits])
+        return {name: torch.tensor(rows, device=device) for name, rows in values.items()}, cache, logits
+
+
+@contextmanager
+def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor) -> Iterator[None]:
+    """Have the first forward over a cache that holds whole prompts be answered with `logits`, ``(prompts, vocab)``.
+
+    Until then the cache says that it is empty, as ``generate`` finds it before a prefill. The caller has the model's lock.
+    """
+    # What wraps a model (adapters) hands generate on to the model inside.
+    model = unwrapped(model)
+    forward, own = model.forward, vars(model).get("forward")
+    with ExitStack() as stack:
+
+        @wraps(forward)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("past_key_values") is not cache:
+                return forward(*args, **kwargs)
+            stack.close()
+            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+
+        def restore() -> None:
+            cache.is_hidden = False
+            # Unless it was replaced once more.
+            if vars(model).get("forward") is answer:
+                if own is None:
+                    del model.forward
+                else:
+                    model.forward = own
+
+        stack.callback(restore)
+        cache.is_hidden = True
+        model.forward = answer
+        yield
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT or torch.compile put around it, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
+    return model if inner is None or inner is model else unwrapped(inner)
+
+
+def past_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT has put around it, whose forward, up to version 0.20, PEFT calls past all hooks."""
+    return unwrapped(model) if hasattr(model, "get_base_model") else model

@@ -6,28 +6,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import CacheBlendError, PromptError, UnsupportedModelError
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, Rotation
 from cacheblend_rag.model.attention import AttentionCall, watch_attention
 from cacheblend_rag.model.layers import layer_parameters, watch_layer_calls
 from cacheblend_rag.model.positions import find_rotations, kv_at, takes_positions
-from cacheblend_rag.model.wrapping import refuse_compiled
-from cacheblend_rag.rope import Rotation
 
 __all__ = [
-    "REACHES",
     "Decoder",
+    "ModelCard",
+    "REACHES",
     "inspect_model",
     "layer_types",
     "model_window",
     "num_decoder_layers",
     "placing",
+    "refuse_compiled",
     "refusing_failures",
     "rope_types",
     "state_layers",
@@ -98,10 +98,6 @@ class Decoder:
     def devices(self) -> tuple[torch.device, ...]:
         """Device of each layer that has KV."""
         return tuple(next(layer.parameters()).device for layer in self.layers[: self.num_kv_layers])
-
-    def placing(self, positions: Sequence[int] | None) -> dict[str, torch.Tensor]:
-        """Return what places one sequence at `positions`; see `placing`."""
-        return placing(self.model, positions)
 
     def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
         """Return the KV of tokens that see each other and nothing else, from `position` on; see `positions.kv_at`."""
@@ -289,3 +285,65 @@ def _refuse_adapters(model: PreTrainedModel, name: str) -> None:
                 f"{name} has the adapter {adapter!r}, an activated LoRA, which begins to act where a prompt invokes it, so that "
                 "a chunk's KV is not the same in every prompt; an ordinary LoRA adapter can be blended"
             )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` if a model is compiled, in whole or in part: what is compiled does not see later hooks."""
+    if any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        # A forward that was compiled and put in the place of the module's own.
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    ):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is compiled, and blending hooks its layers; make the engine with the model as it was before "
+            "torch.compile"
+        )
+
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCard:
+    """Form of a model's KV, for a process that serves the same weights in another way."""
+
+    # Digest of the model's weights and its tokenizer, which is part of every key.
+    identity: str
+    # Maximum tokens that it can read and write; None if its configuration does not say.
+    window: int | None
+    dtype: torch.dtype
+    # For each layer the number of KV heads, and the size of a head of keys and of values.
+    shapes: tuple[tuple[int, int, int], ...]
+    # How each layer rotates its keys; None where it does not. Equal ones are the same object.
+    rotations: tuple[Rotation | None, ...]
+    # The position from which on its rotary frequencies change with the length of the prompt; None where they do not.
+    rope_reach: int | None = None
+    # Where the KV is to go; not a part of what is written.
+    device: torch.device = _CPU
+    # There are no cards of models whose KV cannot be moved to another position.
+    is_movable: ClassVar[bool] = True
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that have KV."""
+        return len(self.shapes)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV of one token over all layers."""
+        return sum(count * (keys + values) for count, keys, values in self.shapes) * self.dtype.itemsize
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each layer."""
+        return (self.device,) * len(self.shapes)
+
+    @classmethod
+    def of(cls, decoder: Decoder, identity: str, window: int | None) -> ModelCard:
+        """Return the card of a model, whose KV must be movable; it is run on one token."""
+        with torch.no_grad():
+            layers = decoder.kv_at(torch.zeros((1, 1), dtype=torch.int64, device=decoder.device), 0)
+        shapes = tuple((kv.keys.shape[1], kv.keys.shape[-1], kv.values.shape[-1]) for kv in layers)
+        return cls(identity, window, layers[0].keys.dtype, shapes, decoder.rotations, decoder.rope_reach)

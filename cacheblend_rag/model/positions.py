@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, Rotation, shift_layer
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.rope import Rotation, shift_layer
 
 __all__ = ["find_rotations", "kv_at", "takes_positions"]
 

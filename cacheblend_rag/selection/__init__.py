@@ -14,32 +14,27 @@ from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
-from cacheblend_rag.selection.fixed import BoundarySelector, FixedSelection, FullSelector, NoneSelector, RandomSelector
-from cacheblend_rag.selection.hkvd import HKVDSelector
-from cacheblend_rag.selection.question import A3Selector, QuerySelector
+from cacheblend_rag.selection.ours import (
+    A3Selector,
+    BoundarySelector,
+    HKVDSelector,
+    RandomSelector,
+)
 
 __all__ = [
-    "A3Selector",
     "BoundarySelector",
-    "FixedSelection",
-    "HKVDSelector",
     "LayerProbe",
-    "QuerySelector",
-    "RandomSelector",
     "Selection",
     "SelectionTask",
     "Selector",
-    "is_full",
     "make_selection",
     "make_selector",
-    "parse_selector",
     "register_selector",
     "selector_names",
 ]
 
 _SELECTORS: dict[str, type[Selector]] = {
-    each.name: each
-    for each in (NoneSelector, FullSelector, RandomSelector, BoundarySelector, HKVDSelector, A3Selector, QuerySelector)
+    each.name: each for each in (RandomSelector, BoundarySelector, HKVDSelector, A3Selector)
 }
 
 
@@ -64,7 +59,7 @@ def register_selector(selector: type[Selector]) -> type[Selector]:
     if _SELECTORS.get(selector.name, selector) is not selector:
         raise ConfigError(f"a selector named {selector.name!r} exists already; give yours another name")
     _SELECTORS[selector.name] = selector
-    parse_selector.cache_clear()
+    make_selector.cache_clear()
     return selector
 
 
@@ -78,8 +73,8 @@ _MOST_CHARACTERS = 500
 
 
 @lru_cache(maxsize=256)
-def parse_selector(text: str) -> Selector:
-    """Return the selector of a string like ``"query"`` or ``"hkvd(check_layers=[1, 8])"``; `ConfigError` if it has no meaning."""
+def make_selector(text: str) -> Selector:
+    """Return the selector of a string like ``"hkvd"`` or ``"hkvd(check_layers=[1, 8])"``; `ConfigError` if it has no meaning."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"selector={text[:40]!r}... has {len(text)} characters, and may have {_MOST_CHARACTERS}")
     name, options = text.strip(), dict[str, Any]()
@@ -103,20 +98,8 @@ def parse_selector(text: str) -> Selector:
     known = {each.name for each in fields(_SELECTORS[name])}
     unknown = sorted(options.keys() - known)
     if unknown:
-        moved = "; attach Repair of cacheblend_attachments" if unknown[0] == "repair" else ""
-        raise ConfigError(f"selector {name!r} has no option {unknown[0]!r}{moved}; it has {', '.join(sorted(known))}")
+        raise ConfigError(f"selector {name!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
     return _SELECTORS[name](**options)
-
-
-def make_selector(asked: str | Selector) -> Selector:
-    """Return a selector as it is given, or the one that a string names; see `parse_selector`."""
-    return parse_selector(asked) if isinstance(asked, str) else asked
-
-
-def is_full(blend: BlendConfig) -> bool:
-    """Whether settings have all of a prompt computed, whatever is stored of it."""
-    selector = make_selector(blend.selector).name
-    return not blend.enabled or selector == "full" or (blend.recompute_ratio == 1 and selector != "none")
 
 
 def make_selection(blend: BlendConfig, layout: PromptLayout, num_layers: int) -> Selection:
@@ -124,5 +107,5 @@ def make_selection(blend: BlendConfig, layout: PromptLayout, num_layers: int) ->
     budget = round(blend.recompute_ratio * layout.context_tokens)
     if budget == 0:
         # No selector is to spend anything on choosing nothing.
-        return FixedSelection(layout.context_rows[:0])
+        return Selection(layout.context_rows[:0])
     return make_selector(blend.selector).begin(SelectionTask(layout, num_layers, budget))

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cacheblend_rag.chunk import chunk_key, context_digest
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.store.base import Later, NameChanges, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.index import Index, drop_entries

@@ -17,7 +17,7 @@ TASK = Turn("user", "Create a main entry point for the game, using Map, Player, 
 
 
 def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
-    blend = BlendConfig(selector="none", recompute_ratio=0.0)
+    blend = BlendConfig(recompute_ratio=0.0)
     with tempfile.TemporaryDirectory() as folder, BlendEngine.from_pretrained(model, blend=blend) as engine:
         project = Path(folder)
         shutil.copytree(HERE / "game", project / "game")

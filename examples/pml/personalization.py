@@ -19,7 +19,7 @@ TASK = Turn("user", "Concisely describe the learner's profile.")
 
 def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct") -> None:
     schema = Schema.from_file(Path(__file__).parent / "personalization-education.pml")
-    with BlendEngine.from_pretrained(model, blend=BlendConfig(selector="none", recompute_ratio=0.0)) as engine:
+    with BlendEngine.from_pretrained(model, blend=BlendConfig(recompute_ratio=0.0)) as engine:
         schemas = Schemas(engine)
         loaded = schemas.load(schema)
         print(f"{loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens")

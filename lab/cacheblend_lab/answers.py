@@ -34,7 +34,7 @@ from cacheblend_rag.lexer import lexer_of
 __all__ = ["Trial", "copying", "ledgers", "manual", "table"]
 
 CHUNK_TOKENS, RETRIEVED, ANSWER_TOKENS = 220, 5, 24
-FULL_PREFILL = BlendConfig(selector="full", recompute_ratio=1)
+FULL_PREFILL = BlendConfig(recompute_ratio=1)
 _SENTENCE = re.compile(r"[A-Z][^.!?\n]{80,240}[.]")
 _COPIED_WORDS = 8
 

@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.codec import codec_names, make_codec, unpack_layer
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.model import Decoder, KVCache, inspect_model
-from cacheblend_rag.rope import shift_layer
 
 __all__ = ["MANUAL_PAGES", "kv_loss"]
 

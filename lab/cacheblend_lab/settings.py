@@ -6,11 +6,10 @@ import os
 from dataclasses import fields, replace
 from typing import Any, TypedDict
 
-from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig, Tuning
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import make_selector, selector_names
-from cacheblend_rag.tuning import Tuning
 
 __all__ = [
     "EngineSettings",
@@ -65,7 +64,7 @@ def blend_settings(blend: BlendConfig, **values: Any) -> BlendConfig:
     unknown = sorted(options.keys() - {field.name for field in fields(selector)})
     if unknown:
         raise ConfigError(f"selector {selector.name!r} has no option {unknown[0]!r}")
-    return blend.replace(selector=replace(selector, **options))
+    return blend.replace(selector=str(replace(selector, **options)))
 
 
 def settings_of(engine: BlendEngine) -> EngineSettings:

@@ -24,8 +24,8 @@ def trial(tmp_path: Path) -> Trial:
 
 
 def test_what_is_recomputed_whole_is_full_prefill(trial: Trial) -> None:
-    rows = list(trial.ask(0, ["own", "own/full@1", "neutral"]))
-    assert [row["way"] for row in rows] == ["full", "own", "own/full@1", "neutral"]
+    rows = list(trial.ask(0, ["own", "own/boundary@1", "neutral"]))
+    assert [row["way"] for row in rows] == ["full", "own", "own/boundary@1", "neutral"]
     full, own, whole, _ = rows
     assert whole["loss"] < 1e-6 and whole["same"] and whole["answer"] == full["answer"]
     assert own["loss"] > 1e-3

@@ -14,8 +14,7 @@ from cacheblend_rag.chat.catalog import ChunkCatalog
 from cacheblend_rag.chat.grammar import Guide, after_thoughts, json_grammar
 from cacheblend_rag.chat.render import apply_template, past_call, render_chat
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.stops import StopCutter, cut_pieces
-from cacheblend_rag.thoughts import Thinking, Thought
+from cacheblend_rag.stops import StopCutter, Thinking, Thought, cut_pieces
 from tests.thinking import TEMPLATES, Dictation, tokenizer_of
 
 CHANNELS = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}"

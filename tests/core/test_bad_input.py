@@ -112,7 +112,6 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     (ConfigError, "seed", selecting(selector="random", seed=2**70)),
     (ConfigError, "gradual_start", selecting(selector="hkvd", gradual_start=math.inf)),
     (ConfigError, "selector", selecting(selector="hkvd(1,2)")),
-    *((ConfigError, "look_layers", selecting(selector="query", look_layers=each)) for each in ((3, 2), ())),
     (ConfigError, "recompute_ration", blend(recompute_ration=0.2)),
     (ConfigError, "deviation", blend(selector="hkvd", deviation="norm")),
     (ConfigError, "gradual_start", blend(selector="hkvd", gradual_start=0.5)),
@@ -134,10 +133,8 @@ REFUSED: list[tuple[type[CacheBlendError], str, Case]] = [
     ),
     (ConfigError, "6", fitted(selector="hkvd", check_layers=(6,))),
     (ConfigError, "best", fitted(selector="best")),
-    (ConfigError, "repair", fitted(selector="query(repair=0.1)")),
+    (ConfigError, "depth", fitted(selector="hkvd(depth=1)")),
     (ConfigError, "last", fitted(selector="hkvd", check_layers=(1, 2), gradual_start=6.0)),
-    (ConfigError, "look_layers", fitted(selector="query", look_layers=(2, 5))),
-    (ConfigError, "stop_layer", fitted(selector="query", stop_layer=7)),
     (ConfigError, "dict", lambda engine: BlendEngine(engine.model, engine.tokenizer, config={"ram_bytes": 3})),  # type: ignore[arg-type]
     (ConfigError, "dict", lambda engine: engine.prefill(ask(), blend={"recompute_ratio": 0.3})),  # type: ignore[arg-type]
     (ConfigError, "store", lambda engine: BlendEngine(engine.model, engine.tokenizer, store=engine.store)),  # type: ignore[arg-type]

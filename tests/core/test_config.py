@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import make_selector
-from cacheblend_rag.selection.hkvd import HKVDSelector
+from cacheblend_rag.selection.ours import HKVDSelector
 
 
 def test_the_environment_fills_in_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "0.3")
     monkeypatch.setenv("CACHEBLEND_PREAMBLE", "[1, 3]")
-    config = BlendConfig(selector="none")
-    assert (config.recompute_ratio, EngineConfig().preamble, config.selector) == (0.3, (1, 3), "none")
+    config = BlendConfig(selector="random")
+    assert (config.recompute_ratio, EngineConfig().preamble, config.selector) == (0.3, (1, 3), "random")
     assert BlendConfig(recompute_ratio=0.2).recompute_ratio == 0.2
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "much")
     with pytest.raises(ConfigError, match="recompute_ratio"):
@@ -54,8 +54,8 @@ def test_whatever_a_file_holds_no_other_error_is_raised(tmp_path_factory: pytest
 
 
 def test_replacing_checks_again_and_settings_are_frozen() -> None:
-    config = BlendConfig(selector="none")
-    assert config.replace(recompute_ratio=0.5).selector == "none"
+    config = BlendConfig(selector="random")
+    assert config.replace(recompute_ratio=0.5).selector == "random"
     with pytest.raises(ConfigError):
         config.replace(recompute_ratio=2)
     with pytest.raises(ValueError, match="frozen"):

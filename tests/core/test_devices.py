@@ -31,9 +31,9 @@ PROMPTS = {
     "no chunk": BlendPrompt(words(30, 84), [], words(5, 85)),
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "plain reuse": {"selector": "none", "recompute_ratio": 0.0},
+    "plain reuse": {"recompute_ratio": 0.0},
     "hkvd": {"selector": "hkvd", "recompute_ratio": 0.15},
-    "query": {"selector": "query", "recompute_ratio": 0.3},
+    "a3": {"selector": "a3", "recompute_ratio": 0.3},
     "random": {"selector": "random", "recompute_ratio": 0.3},
     "everything recomputed": {"recompute_ratio": 1.0},
     "full prefill": {"enabled": False},

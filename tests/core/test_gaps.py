@@ -19,7 +19,7 @@ BOS = 1
 # Rotary, and learned positions.
 FAMILIES = ["llama", "gpt_neox", "gpt2", "opt"]
 # Behind the BOS alone, which every prompt begins with.
-REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True, preamble="")
+REUSE = engine_settings(recompute_ratio=0.0, strict=True, preamble="")
 
 
 def some_ids(count: int, seed: int) -> tuple[int, ...]:

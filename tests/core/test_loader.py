@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ChunkReadError
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.kv import ChunkKV, LayerKV, shift_layer
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.prefixes import RowsReader
-from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
 from tests.families import tiny_model
 from tests.store.kit import damage

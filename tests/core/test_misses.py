@@ -14,7 +14,7 @@ from tests.engines import MakeEngine, busy, evict
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import damage, files_of
 
-ENGINE = {"self_check": False, "selector": "none", "recompute_ratio": 0.0}
+ENGINE = {"self_check": False, "recompute_ratio": 0.0}
 CHUNKS = [Chunk(words(12, seed), f"n{seed}") for seed in range(4)]
 MODEL = tiny_model("llama")
 

@@ -180,7 +180,7 @@ def test_streams_batches_and_callers_at_once(make_engine: MakeEngine) -> None:
 
 
 def test_scores_places_and_dropped_rows(make_engine: MakeEngine) -> None:
-    engine = make_engine(selector="none")
+    engine = make_engine()
     first = engine.prefill(chat(CHUNKS[:2]), logits_to_keep=4)
     reused(engine, chat(CHUNKS[:2]))
     # Scores are computed.

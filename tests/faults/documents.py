@@ -63,7 +63,6 @@ def open_engine(scene: Scene) -> BlendEngine:
         disk_bytes=scene.disk_bytes,
         encode_batch_tokens=32,
         recompute_ratio=0.0,
-        selector="none",
         self_check=False,
     )
     return BlendEngine(small_model(), tiny_tokenizer(), **settings, store=scene.folder)

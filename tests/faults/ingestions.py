@@ -32,7 +32,7 @@ def text_of(document: int, version: int) -> list[str]:
 
 
 def open_engine(folder: Path) -> BlendEngine:
-    settings = engine_settings(encode_batch_tokens=64, recompute_ratio=0.0, selector="none", self_check=False)
+    settings = engine_settings(encode_batch_tokens=64, recompute_ratio=0.0, self_check=False)
     return BlendEngine(small_model(), tiny_tokenizer(), **settings, store=folder)
 
 

@@ -32,7 +32,7 @@ CHUNKS = [
 
 
 def opened(folder: Path) -> BlendEngine:
-    settings = engine_settings(recompute_ratio=0.0, selector="none", ram_bytes=0, self_check=False)
+    settings = engine_settings(recompute_ratio=0.0, ram_bytes=0, self_check=False)
     return BlendEngine(small_model(), tiny_tokenizer(), **settings, store=folder)
 
 

@@ -22,7 +22,7 @@ MODEL = tiny_model("llama")
 
 
 def open_engine(store: KVStore | Path | None, **changes: int) -> BlendEngine:
-    given = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "disk_codec": "native"} | changes
+    given = {"recompute_ratio": 0.0, "self_check": False, "disk_codec": "native"} | changes
     return BlendEngine(MODEL, tiny_tokenizer(), **engine_settings(**given), store=store)
 
 

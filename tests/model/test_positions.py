@@ -66,7 +66,7 @@ def test_kv_of_learned_positions_is_reused_only_where_it_was_encoded(make_engine
     model = tiny_model(tiny_config(family))
     head = words(4, 9)
     first, second = Chunk(words(20, 1), "first"), Chunk(words(22, 2), "second")
-    engine = make_engine(model=model, preamble=head, selector="none", strict=True)
+    engine = make_engine(model=model, preamble=head, strict=True)
     assert engine.decoder is not None and not engine.decoder.is_movable
     engine.add([first, second])
     for chunks in ([first, second], [second, first]):

@@ -14,8 +14,8 @@ from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse import selfcheck
+from cacheblend_rag.kv import Rotation
 from cacheblend_rag.model import Decoder, inspect_model
-from cacheblend_rag.rope import Rotation
 from tests.engines import MakeEngine
 from tests.families import tiny_tokenizer, words
 

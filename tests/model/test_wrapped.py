@@ -75,7 +75,7 @@ def _batch(engine: BlendEngine) -> dict[str, Any]:
 # What is compared, and what of it must be other than nothing on the plain model.
 FEATURES: dict[str, tuple[Callable[[BlendEngine], dict[str, Any]], str]] = {
     "repair": (lambda engine: _answer(engine, Repair(0.5, limit=1e-4)), "repaired"),
-    "eviction": (lambda engine: _answer(engine, SnapKV(0.25), selector="query"), "evicted"),
+    "eviction": (lambda engine: _answer(engine, SnapKV(0.25), selector="a3"), "evicted"),
     "sources": (lambda engine: _answer(engine, SourceAttention()), "attention"),
     "sources, full": (lambda engine: _answer(engine, SourceAttention(), enabled=False), "attention"),
     "batch": (_batch, "1"),

@@ -14,8 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError, needs_extra
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 
 __all__ = ["ByteSource", "EncodedChunk", "Guard", "RemoteSource", "RemoteTier", "open_remote"]

@@ -159,10 +159,6 @@ def calibrate(
         if selector is not None:
             raise ConfigError(f"selector={selector!r} is of no use: this engine recomputes nothing; leave it out")
         name, ladder = "none", [0.0]
-    elif name in ("full", "none"):
-        raise ConfigError(
-            f"selector={name!r} recomputes the same tokens at every ratio; choose another one to calibrate"
-        )
     whole = blend.replace(enabled=False)
     blends = [blend.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder]
     measured = []

@@ -20,10 +20,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.report import BlendReport, CallReport
+from cacheblend_rag.report import BlendReport, CallReport, Trace, TracedChunk
 from cacheblend_rag.stops import Spelling
 from cacheblend_rag.store import NodeRecord
-from cacheblend_rag.trace import Trace, TracedChunk
 
 __all__ = ["InspectorPage", "inspector_page", "page_of"]
 

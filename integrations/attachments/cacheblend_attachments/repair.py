@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from cacheblend_attachments.watching import Watching, watch_forward
+from cacheblend_attachments.watching import Watching, look_layers, watch_forward
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.backend import RunningForward
 from cacheblend_rag.errors import ConfigError
@@ -26,11 +27,11 @@ from cacheblend_rag.model import (
     attention_weights,
     watch_attention,
 )
-from cacheblend_rag.selection import FixedSelection, QuerySelector
-from cacheblend_rag.selection.base import pick, segment_numbers
-from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
+from cacheblend_rag.selection import Selection
 
 __all__ = ["Repair", "Repairing"]
+
+_SEGMENT_TOKENS = 32
 
 
 class Repair(Watching):
@@ -64,18 +65,19 @@ class Repair(Watching):
         for name, value in (("budget", budget), ("limit", limit)):
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ConfigError(f"{name}={value!r:.40} of a repair must be a number from 0 to 1")
-        # Its options of this name mean the same, and are checked there.
-        query = QuerySelector(
-            look_layers=look_layers if look_layers is None else tuple(look_layers), stop_layer=stop_layer
-        )
+        looks = None if look_layers is None else tuple(look_layers)
+        if looks is not None and (not looks or looks[0] < 0 or any(a >= b for a, b in pairwise(looks))):
+            raise ConfigError(f"look_layers={looks} must be layer indices from 0 on, ascending, at least one")
+        if stop_layer is not None and (type(stop_layer) is not int or stop_layer < 1):
+            raise ConfigError(f"stop_layer={stop_layer!r:.40} must be a layer from 1 on, or None")
         self.budget, self.limit = budget, limit
-        self.look_layers, self.stop_layer = query.look_layers, query.stop_layer
+        self.look_layers, self.stop_layer = looks, stop_layer
 
     def attached(self, engine: BlendEngine) -> None:
         super().attached(engine)
         assert engine.decoder is not None
         look_layers(self.look_layers, engine.decoder.num_layers)
-        stop_layer(self.stop_layer, engine.decoder.num_layers)
+        _stop_layer(self.stop_layer, engine.decoder.num_layers)
 
     @contextmanager
     def around(self, forward: RunningForward) -> Iterator[None]:
@@ -110,7 +112,7 @@ class Repairing:
         self._ids = list(layout.token_ids)
         self._positions = list(layout.positions)
         self._watched = look_layers(asked.look_layers, decoder.num_layers)
-        self._stop_layer = stop_layer(asked.stop_layer, decoder.num_layers)
+        self._stop_layer = _stop_layer(asked.stop_layer, decoder.num_layers)
         self._limit = asked.limit
         self._budget = asked.budget * layout.context_tokens * decoder.num_layers
         self._mass: torch.Tensor | None = None
@@ -178,10 +180,10 @@ class Repairing:
         stale = self._stale
         assert stale is not None
         weights = mass[stale]
-        segments = segment_numbers(self._layout, stale, SEGMENT_TOKENS)
+        segments = segment_numbers(self._layout, stale, _SEGMENT_TOKENS)
         totals = torch.zeros(int(segments[-1]) + 1, device=weights.device).index_add_(0, segments, weights)
         heavy = (totals > self._limit)[segments]
-        return pick(weights[heavy], stale[heavy], max(self._affordable(), 0), self._layout, SEGMENT_TOKENS)
+        return pick_segments(weights[heavy], stale[heavy], self._affordable(), self._layout, _SEGMENT_TOKENS)
 
     def _affordable(self) -> int:
         """Return how many rows can still be repaired, besides the redone step."""
@@ -194,7 +196,7 @@ class Repairing:
         assert self._stale is not None
         layout = PromptLayout(tuple(self._ids), tuple(self._positions), self._layout.chunks)
         newest = torch.tensor([len(self._ids) - 1])
-        selection = FixedSelection(rows, self._stop_layer)
+        selection = Selection(rows, stop_layer=self._stop_layer)
         cache = BlendCache(decoder.num_layers)
         # The layers themselves, not copies: what is written into them is written into the cache.
         steering = Steering(decoder, cache, layout, selection, self._cache.kv().__getitem__, text_rows=newest)
@@ -213,3 +215,44 @@ class Repairing:
         self.repaired_rows += rows.numel()
         self._stale = self._stale[~torch.isin(self._stale, rows)]
         return logits
+
+
+def _stop_layer(asked: int | None, num_layers: int) -> int | None:
+    """Return from which layer on no chunk token is recomputed, None for no layer; `ConfigError` beyond the last."""
+    # By measurement on a small model the first two thirds of the layers carry what a chunk's tokens take from other chunks.
+    stop = -(-2 * num_layers // 3) if asked is None else asked
+    if stop > num_layers:
+        raise ConfigError(
+            f"stop_layer={stop} is beyond the model's {num_layers} layers; stop_layer={num_layers} recomputes in all of them"
+        )
+    return stop if stop < num_layers else None
+
+
+def segment_numbers(layout: PromptLayout, rows: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the segment of each chunk row, from 0 on: chunks are cut into as few of at most `most` rows as possible."""
+    starts: list[int] = []
+    for span in layout.chunks:
+        count = -(-len(span) // most)
+        starts += [span.start + number * len(span) // count for number in range(count)]
+    return torch.searchsorted(torch.tensor(starts, device=rows.device), rows, right=True) - 1
+
+
+def pick_segments(
+    scores: torch.Tensor, rows: torch.Tensor, budget: int, layout: PromptLayout, most: int
+) -> torch.Tensor:
+    """Return at most `budget` rows of the segments with the highest mean score, ascending, the best of the last segment.
+
+    A token's KV is computed from the tokens before it in its sentence as much as from other chunks. Recomputed alone among
+    stale neighbours, it stays stale; recomputed with them, it does not.
+    """
+    if budget <= 0 or not rows.numel():
+        return rows[:0]
+    # Earlier segments first among equals; a token's own score decides where not all of one fit.
+    order = scores.double().argsort(descending=True, stable=True)
+    numbers = segment_numbers(layout, rows, most)
+    total = torch.zeros(int(numbers[-1]) + 1, dtype=torch.float64, device=scores.device)
+    total.index_add_(0, numbers, scores.double())
+    means = (total / torch.bincount(numbers).clamp_min(1))[numbers]
+    order = order[numbers[order].argsort(stable=True)]
+    chosen = order[means[order].argsort(descending=True, stable=True)][:budget]
+    return rows[chosen.sort().values]

@@ -88,15 +88,12 @@ class Eviction:
     """The eviction of one prompt's context KV: `evicted_tokens` by each head of the layers that are not kept whole."""
 
     def __init__(self, asked: SnapKV, forward: RunningForward) -> None:
-        selection, prompt = forward.request.state.selection, forward.request.prompt
+        prompt = forward.request.prompt
         self._model = forward.decoder.model
         self._cache = forward.cache
         self._prompt_tokens = len(prompt.layout)
         self._start, self._stop = prompt.context
         self._room = forward.room
-        # A selection that looks at the first layers comes back to them, so that their memory is given back after the last.
-        self._at_end = selection is not None and bool(selection.look_layers)
-        self._chosen: dict[int, torch.Tensor] = {}
         tokens = self._stop - self._start
         share = asked.kv_capacity
         self._capacity = min(tokens, share if isinstance(share, int) else max(1, round(share * tokens)))
@@ -152,10 +149,7 @@ class Eviction:
         heads = chosen.shape[0]
         rows = torch.cat((before.expand(heads, -1), chosen, after.expand(heads, -1)), dim=1)
         self._waiting.remove(layer)
-        if self._at_end:
-            self._chosen[layer] = rows
-        else:
-            held.keep(rows, self._room)
+        held.keep(rows, self._room)
 
     def _after_prefill(
         self, stack: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -164,8 +158,6 @@ class Eviction:
             return
         # Decoding is not watched, and costs what it costs without eviction.
         stack.close()
-        for layer, rows in self._chosen.items():
-            self._cache.kv_layers[layer].keep(rows, self._room)
         if self._waiting:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__}: the attention of layers {', '.join(map(str, self._waiting))} cannot be watched, "

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-from cacheblend_attachments.watching import Watching
+from cacheblend_attachments.watching import Watching, look_layers
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.backend import RunningForward
 from cacheblend_rag.layout import ChunkSpan
 from cacheblend_rag.model import AttentionCall, attention_weights, watch_attention
-from cacheblend_rag.selection.question import look_layers
 
 __all__ = ["SourceAttention"]
 

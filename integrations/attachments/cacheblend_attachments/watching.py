@@ -15,7 +15,10 @@ from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import unwrapped
 
-__all__ = ["Watching", "watch_forward"]
+__all__ = ["Watching", "look_layers", "watch_forward"]
+
+# Shares of the depth, by measurement on a small model.
+_LOOK_FROM, _LOOK_TO = 0.25, 0.75
 
 BeforeForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 AfterForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -60,3 +63,15 @@ def watch_forward(
         if after is not None:
             stack.callback(inner.register_forward_hook(after, with_kwargs=True).remove)
         yield
+
+
+def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """Return the layers in which attention is watched; one layer at least comes after them, or `ConfigError`."""
+    if asked is not None:
+        if asked[-1] >= num_layers - 1:
+            raise ConfigError(f"look_layers={asked} must end before the model's last layer, {num_layers - 1}")
+        return asked
+    if num_layers < 2:
+        raise ConfigError("watching attention needs two layers, and the model has one; leave it out")
+    first = min(round(_LOOK_FROM * num_layers), num_layers - 2)
+    return tuple(range(first, max(first + 1, min(round(_LOOK_TO * num_layers), num_layers - 1))))

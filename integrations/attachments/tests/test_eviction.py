@@ -18,7 +18,7 @@ from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import Selection
 from tests.core.dense import RecordingCache
 from tests.families import CASES, tiny_model
 
@@ -162,7 +162,7 @@ def test_each_head_keeps_what_eager_weights_say_and_decodes_with_the_rest_masked
     layout = PromptLayout(tuple(ids), tuple(range(LENGTH)), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
     cache = BlendCache(len(rows))
     eviction = _eviction(model, cache)
-    selection = FixedSelection(torch.tensor([6, 11, 12, 33, 46, 69]))
+    selection = Selection(torch.tensor([6, 11, 12, 33, 46, 69]))
     steering = Steering(inspect_model(model), cache, layout, selection, true_kv(own))
     with steering() if way == "blended" else nullcontext(), eviction():
         got = _generate(model, cache, ids, positions)

@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from cacheblend_attachments import Repair
-from cacheblend_attachments.repair import Repairing
+from cacheblend_attachments.repair import Repairing, pick_segments, segment_numbers
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import inspect_model
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import Selection
 from tests.core.dense import (
     LENGTH,
     SPANS,
@@ -24,6 +27,7 @@ from tests.core.dense import (
     span_prompt,
     stale_kv,
 )
+from tests.core.test_selectors import layouts
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
@@ -44,7 +48,7 @@ def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
     scored = {"return_dict_in_generate": True, "output_logits": True}
     wanted = model.generate(ids, **options, **scored)
     cache = BlendCache(decoder.num_layers)
-    steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor([], dtype=torch.int64)), own)
+    steering = Steering(decoder, cache, layout, Selection(torch.tensor([], dtype=torch.int64)), own)
     repair = Repairing(Repair(0.6, limit=0.0, stop_layer=6), decoder, cache, layout, steering)
     with steering(), repair():
         got = model.generate(ids, past_key_values=cache, **options, **scored)
@@ -66,9 +70,9 @@ class _Replacing(RecordingCache):
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: object, **kwargs: object):
         mixed = []
-        for given, new in zip(self._kv[layer], (keys, values), strict=True):
+        for stale, new in zip(self._kv[layer], (keys, values), strict=True):
             whole = torch.zeros_like(new)
-            whole[:, :, : given.shape[2]] = given
+            whole[:, :, : stale.shape[2]] = stale
             whole[:, :, self._computed] = new[:, :, self._computed]
             mixed.append(whole)
         return super().update(*mixed, layer)
@@ -77,9 +81,9 @@ class _Replacing(RecordingCache):
 @pytest.mark.parametrize("limited", [False, True])
 @torch.no_grad()
 def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
-    monkeypatch.setattr("cacheblend_attachments.repair.SEGMENT_TOKENS", 1)
+    monkeypatch.setattr("cacheblend_attachments.repair._SEGMENT_TOKENS", 1)
     model = tiny_model("llama", "eager")
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings(selector="query", strict=True)) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True)) as engine:
         prompt = span_prompt(engine)
         ids, prefixes = list(engine.prompt_ids(prompt)), read_behind(engine, prompt)
         rows = [row for a, b in SPANS for row in range(a, b)]
@@ -106,8 +110,29 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("budget", [0, 0.02])
 def test_without_a_budget_nothing_is_watched_and_a_spent_one_costs_nothing_more(budget: float) -> None:
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none")) as engine:
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings()) as engine:
         engine.attach(Repair(budget, limit=0.0))
         engine.add([Chunk(words(20, 0), "n0"), Chunk(words(30, 3), "n1")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0", "n1"], words(5, 2)), 60, min_new_tokens=60).report
         assert report.charged_ratio <= budget
+
+
+@given(layouts(), st.integers(1, 12), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_whole_segments_are_picked_by_their_mean_score(layout: PromptLayout, most: int, budget: int, draw) -> None:
+    rows = layout.context_rows
+    scores = torch.tensor([draw.random() for _ in rows])
+    picked = pick_segments(scores, rows, budget, layout, most).tolist()
+    # A segment never leaves its chunk, which is cut into as few as may be, of like length.
+    numbers = segment_numbers(layout, rows, most)
+    assert sorted(set(numbers.tolist())) == list(range(int(numbers.max()) + 1))
+    for span in layout.chunks:
+        inside = (rows >= span.start) & (rows < span.stop)
+        assert not torch.isin(numbers[~inside], numbers[inside]).any()
+        lengths = torch.bincount(numbers[inside] - numbers[inside][0])
+        assert lengths.max() - lengths.min() <= 1 and lengths.numel() == -(-len(span) // most)
+    members = [(numbers == number).nonzero().flatten().tolist() for number in range(int(numbers.max()) + 1)]
+    wanted: list[int] = []
+    for indices in sorted(members, key=lambda each: -float(scores[each].mean())):
+        best = sorted(indices, key=lambda index: -float(scores[index]))
+        wanted += best[: max(0, budget - len(wanted))]
+    assert picked == sorted(rows[wanted].tolist())

@@ -85,7 +85,7 @@ def test_a_chunk_at_the_end_is_kept(engine: BlendEngine, end: str | tuple[int, .
 
 
 def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) -> None:
-    settings = engine_settings(strict=True, selector="none", ram_bytes=0)
+    settings = engine_settings(strict=True, ram_bytes=0)
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
         engine.attach(SnapKV(0.25))
         engine.add(CHUNKS)

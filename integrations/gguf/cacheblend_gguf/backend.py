@@ -20,7 +20,7 @@ from cacheblend_rag.engine.decode import Outputs, token_ids
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, ConfigError
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.selection import is_full, make_selection, make_selector
+from cacheblend_rag.selection import make_selection, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.base import part_of
 
@@ -63,7 +63,7 @@ class LlamaBackend(Backend):
 
     def check_blend(self, blend: BlendConfig) -> None:
         selector = make_selector(blend.selector).name
-        if not is_full(blend) and blend.recompute_ratio > 0 and selector not in ("none", "boundary"):
+        if not blend.is_full and blend.recompute_ratio > 0 and selector != "boundary":
             raise ConfigError(
                 f"the selector {selector} chooses single tokens to recompute, and llama.cpp computes runs of them; give "
                 'selector="boundary", which takes the first tokens of each chunk, or use the model with transformers'
@@ -125,7 +125,8 @@ class LlamaBackend(Backend):
             return head
         readers = request.supply.readers(request)
         state.selection = make_selection(request.blend, request.prompt.layout, self.num_layers)
-        rows = state.recomputed = state.selection.rows()
+        rows = state.recomputed = state.selection.rows
+        assert rows is not None
         state.charge = float(rows.numel() * self.num_layers)
         for chunk in request.waiting:
             reader = readers.pop(chunk.start)
@@ -153,4 +154,4 @@ class LlamaBackend(Backend):
 
 
 def _is_blended(request: Request) -> bool:
-    return not is_full(request.blend) and bool(request.prompt.chunks)
+    return not request.blend.is_full and bool(request.prompt.chunks)

@@ -21,7 +21,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from cacheblend_rag.chat.seeded import SeededSampling
+from cacheblend_rag.chat.answer import SeededSampling
 from cacheblend_rag.engine.backend import GLANCE_S
 from cacheblend_rag.engine.decode import Outputs
 from cacheblend_rag.engine.request import Request

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from cacheblend_gguf.llama import Llama
+from cacheblend_rag.chunk import context_digest
 from cacheblend_rag.encode import ChunkEncoder, Reading, Target, kept_of, shared_length
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.keys import context_digest
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import ModelCard
 

@@ -8,13 +8,12 @@ from typing import Any
 from cacheblend_gguf.backend import LlamaBackend
 from cacheblend_gguf.files import find_file
 from cacheblend_gguf.llama import Llama, LlamaOptions
-from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig, Tuning
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.model.checkpoint import gguf_files
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.tuning import Tuning
 
 __all__ = ["GGUFEngine"]
 

@@ -13,18 +13,17 @@ import transformers
 from transformers import DynamicCache
 
 from cacheblend_hybrid.states import States
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.chunk import HEAD_PREFIX, BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, chunk_key, text_hash
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.engine.decode import Prefilled
 from cacheblend_rag.engine.huggingface import TransformersBackend
 from cacheblend_rag.engine.request import DAMAGED, Request
 from cacheblend_rag.errors import ChunkReadError, StoreError, UnsupportedModelError
-from cacheblend_rag.keys import HEAD_PREFIX, chunk_key
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.model import state_layers
 from cacheblend_rag.prompt import PromptChunk
-from cacheblend_rag.selection import FixedSelection, is_full
+from cacheblend_rag.selection import Selection
 from cacheblend_rag.store import NodeRecord
 
 __all__ = ["StateBackend", "states_of"]
@@ -87,7 +86,7 @@ class StateBackend(TransformersBackend):
     def _prefix(self, request: Request) -> tuple[list[PromptChunk], NodeRecord] | str:
         """Return the chunks of a document that a prompt begins with, and the first one's record, or why there are none."""
         prompt = request.prompt
-        if is_full(request.blend):
+        if request.blend.is_full:
             return "the settings have all of it computed"
         if not prompt.chunks or prompt.places is not None:
             return "there are no chunks before its end, or the prompt places its segments itself"
@@ -160,7 +159,7 @@ class StateBackend(TransformersBackend):
         rows = request.prompt.layout.context_rows
         state.recomputed = rows[rows >= held]
         state.charge = float(state.recomputed.numel() * self.num_layers)
-        state.selection, state.fallback_reason = FixedSelection(rows[:0]), None
+        state.selection, state.fallback_reason = Selection(rows[:0]), None
         state.figures |= {"selector": "none", "recompute_ratio": 0.0}
         state.figures["head_tokens"] = chunks[0].start
         return cache, held

@@ -23,7 +23,7 @@ from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_
 from cacheblend_rag.chunk import carried_prompt
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.thoughts import Thought
+from cacheblend_rag.stops import Thought
 from langchain_cacheblend.calls import Call, info_of, usage_of
 from langchain_cacheblend.forms import AnswerForm, as_functions, call_chunks, calls_of
 from langchain_cacheblend.messages import passages, turns_of

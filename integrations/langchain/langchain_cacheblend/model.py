@@ -20,7 +20,7 @@ from cacheblend_rag.chat.catalog import HEAD_CHARS, ChunkCatalog, catalog_of
 from cacheblend_rag.chat.engines import model_engine, refuse_unknown
 from cacheblend_rag.engine import Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.thoughts import Thinking
+from cacheblend_rag.stops import Thinking
 from langchain_cacheblend.calls import (
     Call,
     DecodingFields,

@@ -15,7 +15,7 @@ __all__ = ["EXACT", "Kind", "KINDS", "Reports", "chunk_ids", "own_answer", "text
 Kind = type[BlendLLM] | type[ChatBlend]
 KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
 
-EXACT = BlendConfig(recompute_ratio=1.0, selector="full")
+EXACT = BlendConfig(recompute_ratio=1.0)
 
 
 class Reports(BaseCallbackHandler):

@@ -47,7 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(separator=st.sampled_from(["", "t3 t4"]), background=st.booleans())
     def make(self, separator: str, background: bool) -> None:
-        reuse = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 20000}
+        reuse = {"recompute_ratio": 0.0, "self_check": False, "ram_bytes": 20000}
         self.settings = engine_settings(separator=separator, **reuse)
         self.inner = InMemoryVectorStore(LetterCounts())
         self.background = background

@@ -31,7 +31,7 @@ SCHEMA = Schema.from_text(
 """
 )
 MARKUP = '<prompt schema="notes"><rules count="{count}"/><plain/><notes/>Question: {question}</prompt>'
-REUSE = BlendConfig(selector="none", recompute_ratio=0.0)
+REUSE = BlendConfig(recompute_ratio=0.0)
 
 
 @pytest.fixture

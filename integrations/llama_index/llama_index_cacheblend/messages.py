@@ -27,7 +27,7 @@ from cacheblend_rag.engine import BlendStream
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.report import CallReport
-from cacheblend_rag.thoughts import Thought
+from cacheblend_rag.stops import Thought
 
 __all__ = [
     "aresponses",

@@ -34,7 +34,7 @@ from tests.core.documents.test_machine import run_machine
 LINES = ["Mara bakes bread.", "Otto paints ships.", "Lena dives deep.", "Ada counts stars.", "Ivo mends clocks."]
 QUESTION = "Who does what?"
 # Nothing is recomputed, so that every bit of KV counts.
-REUSE = engine_settings(recompute_ratio=0.0, selector="none", self_check=False, separator="\n\n")
+REUSE = engine_settings(recompute_ratio=0.0, self_check=False, separator="\n\n")
 
 DOCUMENTS = st.sampled_from(["d0", "d1", "d2"])
 TEXTS = st.lists(st.sampled_from(LINES), min_size=1, max_size=2).map("\n".join)

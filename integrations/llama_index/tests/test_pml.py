@@ -31,7 +31,7 @@ SCHEMA = Schema.from_text(
 """
 )
 MARKUP = '<prompt schema="facts"><rules count="{count}"/><facts/>Question: {query_str}</prompt>'
-REUSE = BlendConfig(selector="none", recompute_ratio=0.0)
+REUSE = BlendConfig(recompute_ratio=0.0)
 
 
 @pytest.fixture(params=[True, False], ids=["chat", "text"])

@@ -213,9 +213,9 @@ class Shouting(BaseOutputParser):
 
 def test_settings_prompts_and_parsers(make_llm: MakeLLM, nodes: Nodes) -> None:
     llm = make_llm(recompute_ratio=0.15)
-    synthesizer = BlendSynthesizer(llm=llm, blend_config=llm.engine.blend.replace(selector="none"))
+    synthesizer = BlendSynthesizer(llm=llm, blend_config=llm.engine.blend.replace(recompute_ratio=0.0))
     before = synthesizer.synthesize(QUESTION, nodes).metadata["blend"]
-    assert (before["selector"], before["recomputed_tokens"]) == ("none", 0)
+    assert (before["selector"], before["recomputed_tokens"]) == ("hkvd", 0)
     synthesizer.update_prompts({"text_qa_template": FIXED["plain"]})
     assert synthesizer.get_prompts()["text_qa_template"].template == FIXED["plain"].template
     assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"] < before["prompt_tokens"]

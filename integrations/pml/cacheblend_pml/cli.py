@@ -100,12 +100,11 @@ def run(
     ] = None,
     selector: Annotated[
         str,
-        typer.Option(
-            help="Which module tokens to recompute: none, as in Prompt Cache, or boundary, hkvd, query, a3, "
-            "random, full."
-        ),
-    ] = "none",
-    ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of them, for selectors other than none.")] = 0.15,
+        typer.Option(help="Which module tokens to recompute: boundary, hkvd, a3 or random."),
+    ] = "boundary",
+    ratio: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of them; 0 recomputes nothing, as in Prompt Cache.")
+    ] = 0,
     max_new_tokens: AnswerTokensOption = 128,
     compare: CompareOption = False,
     stream: StreamOption = None,
@@ -117,8 +116,7 @@ def run(
 
     of = Schema.from_file(schema_beside(file) if schema is None else schema, root=root)
     prompt = of.read_prompt(file)
-    recompute = 0.0 if selector == "none" else ratio
-    with open_engine(model, store=store, selector=selector, recompute_ratio=recompute) as engine:
+    with open_engine(model, store=store, selector=selector, recompute_ratio=ratio) as engine:
         schemas = Schemas(engine)
         loaded, blend = schemas.load(of), schemas.prompt(prompt)
         answers = print_answer(engine, blend, max_new_tokens, stream=stream, compare=compare, do_sample=False)

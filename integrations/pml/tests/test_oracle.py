@@ -31,7 +31,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
-    full = engine_settings(selector="full", recompute_ratio=0.999, strict=True)
+    full = engine_settings(recompute_ratio=0.999, strict=True)
     with BlendEngine(tiny_model(tiny_config(request.param)), character_tokenizer(), **full) as made:
         yield made
 
@@ -53,7 +53,7 @@ def check(engine: BlendEngine, data: st.DataObject) -> None:
     if loaded:
         Schemas(engine).load(schema)
     prompt = Schemas(engine).prompt(asked)
-    reuse = engine.prefill(prompt, blend=engine.blend.replace(selector="none", recompute_ratio=0.0))
+    reuse = engine.prefill(prompt, blend=engine.blend.replace(recompute_ratio=0.0))
     assert reuse.report.recomputed_tokens == 0
     # What of a scaffold is encoded together depends on the prompt.
     assert not loaded or "Scaffold(" in repr(schema) or reuse.report.misses == 0

@@ -17,7 +17,7 @@ from tests.limits import wait_until
 
 TOLERANCE = 1e-4
 # Behind the BOS alone, which every prompt begins with.
-REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True, preamble="")
+REUSE = engine_settings(recompute_ratio=0.0, strict=True, preamble="")
 
 
 def make(family: str = "llama", store: Path | None = None, **changes: int | str) -> BlendEngine:
@@ -77,7 +77,7 @@ def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it
     reuse = engine.prefill(prompt)
     assert (reuse.report.misses, reuse.report.hits, reuse.report.recomputed_tokens) == (0, 5, 0)
     assert (reuse.logits - own).abs().max() > 10 * TOLERANCE * own.abs().max()
-    for changes in ({"selector": "full", "recompute_ratio": 0.999}, {"enabled": False}):
+    for changes in ({"recompute_ratio": 0.999}, {"enabled": False}):
         whole = engine.prefill(prompt, blend=engine.blend.replace(**changes))
         assert (whole.logits - own).abs().max() < TOLERANCE * own.abs().max()
 

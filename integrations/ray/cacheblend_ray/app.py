@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, needs_extra
 from cacheblend_serve.settings import ServeConfig
 
 if TYPE_CHECKING:

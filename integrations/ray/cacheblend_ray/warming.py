@@ -14,8 +14,7 @@ from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.splitter import named_chunks, split_text
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import BackendError, ConfigError, PromptError, UnsupportedModelError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import BackendError, ConfigError, PromptError, UnsupportedModelError, needs_extra
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.store import open_remote
 

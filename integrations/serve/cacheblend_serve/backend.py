@@ -20,7 +20,7 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import ConfigError, StoreError, StructuredOutputError
-from cacheblend_rag.thoughts import Thinking
+from cacheblend_rag.stops import Thinking
 
 __all__ = ["Asked", "Backend", "Wanted", "backend_module"]
 

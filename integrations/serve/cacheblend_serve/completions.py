@@ -33,7 +33,7 @@ from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.thoughts import Thought
+from cacheblend_rag.stops import Thought
 from cacheblend_serve.backend import Asked
 from cacheblend_serve.replies import Replies
 from cacheblend_serve.responses import event_stream, unless_left

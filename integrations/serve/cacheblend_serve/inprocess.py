@@ -9,9 +9,8 @@ from typing import Any
 import anyio.to_thread
 from transformers import GenerationConfig
 
-from cacheblend_rag.chat.answer import Answer, Deadline, Ending
+from cacheblend_rag.chat.answer import Answer, Deadline, Ending, SeededSampling
 from cacheblend_rag.chat.grammar import Guide
-from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary, Engine
 from cacheblend_rag.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.tools import ToolReply
-from cacheblend_rag.thoughts import Thought
+from cacheblend_rag.stops import Thought
 from cacheblend_serve.wire import ChatRequest, CompletionRequest
 
 __all__ = ["Replies"]

@@ -23,7 +23,7 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.thoughts import Thinking
+from cacheblend_rag.stops import Thinking
 from cacheblend_serve.backend import Asked
 from integrations.serve.tests.process import LEAST, VLLM, ServerProcess
 from integrations.vllm.tests.conftest import engine_answer, wait_until_gone

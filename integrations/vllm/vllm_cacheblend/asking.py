@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import Rotation
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.rope import Rotation
 from vllm_cacheblend.prefix import PrefixPiece, StoredPrefix
 
 __all__ = [

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.config import EngineConfig, Tuning
 from cacheblend_rag.engine.huggingface import engine_identity, look_at_model
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
 from cacheblend_rag.model.checkpoint import default_dtype
-from cacheblend_rag.tuning import Tuning
 from vllm_cacheblend.asking import FULL, Precision, read_card, write_card
 
 __all__ = ["card_of", "precision_of"]

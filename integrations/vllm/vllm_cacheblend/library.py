@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.config import EngineConfig, Tuning
 from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.engine.backend import EncodingModel, Scheduler
@@ -17,7 +17,6 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.tuning import Tuning
 from vllm_cacheblend.spooling import read_spool, remove_spool, spool_folder
 
 __all__ = ["VLLMEncoder", "VLLMLibrary", "Warm"]

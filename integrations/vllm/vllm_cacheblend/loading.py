@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.chunk import chunk_key
+from cacheblend_rag.config import usable_cores
 from cacheblend_rag.errors import ChunkReadError
-from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.base import part_of
-from cacheblend_rag.tuning import usable_cores
 from vllm_cacheblend.prefix import PrefixPiece
 
 __all__ = ["BlockIds", "Group", "Load", "first_held", "groups_of", "heads_of", "load_prefix", "slots_of"]

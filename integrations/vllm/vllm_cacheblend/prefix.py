@@ -9,9 +9,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.chunk import BlendPrompt, chunk_key
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.prompt import AssembledPrompt
 from cacheblend_rag.report import ChunkReport
 

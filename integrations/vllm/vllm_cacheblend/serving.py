@@ -14,10 +14,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cacheblend_rag.chunk import BLANK_LINE
+from cacheblend_rag.config import Tuning
 from cacheblend_rag.engine.library import open_engine_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model.checkpoint import model_folder
-from cacheblend_rag.tuning import Tuning
 from cacheblend_serve.backend import Wanted
 from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, SERVER_VARIABLE, kv_transfer_config
 from vllm_cacheblend.backend import VLLMBackend, check_ratio

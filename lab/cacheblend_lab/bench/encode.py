@@ -14,9 +14,8 @@ import torch
 
 from cacheblend_lab.bench.runner import Figures, Say, in_rounds, median_ratio, spread
 from cacheblend_lab.bench.shapes import RandomModel
-from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.chunk import Chunk, chunk_key
 from cacheblend_rag.encode import Encoder, Target, plan_batches
-from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.store import open_store
 

@@ -41,7 +41,7 @@ def measure(
     texts = made.chunks(candidates, chunk_tokens)
     names = [str(chunk.id) for chunk in texts]
     prompt = BlendPrompt(chunks=names[:chunks], suffix=made.text(question_tokens))
-    settings = {"selector": selector if ratio else "none", "recompute_ratio": ratio}
+    settings = {"selector": selector, "recompute_ratio": ratio}
     with cold_folder(folder) as store:
         with made.engine(store, **settings) as engine:
             engine.add(texts)

@@ -52,7 +52,9 @@ def measure(
 ) -> Figures:
     """Return the figures of each method, from each tier."""
     asked = [
-        (ratio, name) for ratio in parse_numbers(ratios) for name in (parse_names(selectors) if ratio else ("none",))
+        (ratio, name)
+        for ratio in parse_numbers(ratios)
+        for name in (parse_names(selectors) if ratio else ("boundary",))
     ]
     places = parse_names(tiers)
     for tier in places:
@@ -76,7 +78,7 @@ def measure(
             engine = engines[name, tier] = stack.enter_context(made.engine(**settings))
             engine.add(texts)
             # A head is computed and stored by the first prompt that begins with it.
-            engine.prefill(prompts[name], blend=engine.blend.replace(selector="none", recompute_ratio=0.0))
+            engine.prefill(prompts[name], blend=engine.blend.replace(recompute_ratio=0.0))
             engine.flush()
         token_ids = engines["reuse", places[0]].prompt_ids(prompts["reuse"])
         whole = torch.tensor([token_ids], device=device)

@@ -14,8 +14,7 @@ from cacheblend_lab.real_model import RealModel
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import console, on_interrupt, progress_bar, say_seconds, write_json
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.errors import ConfigError, needs_extra
 
 __all__ = ["demo"]
 

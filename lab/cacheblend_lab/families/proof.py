@@ -25,11 +25,10 @@ from cacheblend_rag.engine.backend import engine_class
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import Decoder, KVCache, text_decoder
-from cacheblend_rag.rope import shift_layer
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import Selection
 
 __all__ = ["Proof", "families", "prove", "prove_family"]
 
@@ -134,7 +133,7 @@ def _oracle(decoder: Decoder) -> float:
     for ratio in (0.0, 0.05, 0.15, 0.5):
         rows = sorted(draw.sample(layout.context_rows.tolist(), round(ratio * layout.context_tokens)))
         cache = BlendCache(decoder.num_layers)
-        selection = FixedSelection(torch.tensor(rows, dtype=torch.int64))
+        selection = Selection(torch.tensor(rows, dtype=torch.int64))
         with Steering(decoder, cache, layout, selection, true_kv(own.kv()))():
             got = decoder.model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1]
         worst = max(worst, _distance(got, wanted))

@@ -15,7 +15,7 @@ from tests.families import tiny_model, words
 
 TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
 IDS = [str(chunk.id) for chunk in TEXT.chunks]
-ENGINE = {"recompute_ratio": 0.0, "selector": "none", "self_check": False}
+ENGINE = {"recompute_ratio": 0.0, "self_check": False}
 MODEL = tiny_model("llama")
 
 

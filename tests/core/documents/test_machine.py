@@ -79,7 +79,7 @@ class DocumentMachine(stateful.RuleBasedStateMachine):
     )
     def make(self, companions: str, separator: str, options: dict[str, Any]) -> None:
         given = {"companions": companions, "separator": separator}
-        reuse = {"encode_batch_tokens": 32, "recompute_ratio": 0.0, "selector": "none", "self_check": False}
+        reuse = {"encode_batch_tokens": 32, "recompute_ratio": 0.0, "self_check": False}
         self.settings = engine_settings(**given, **reuse)
         self.options = options
         self.engines = [self.open(False), self.open(True)]

@@ -9,9 +9,8 @@ from itertools import accumulate
 import torch
 
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.model import KVCache
-from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader
 from tests.engines import preamble_of, store_of
 from tests.families import words

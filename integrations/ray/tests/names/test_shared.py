@@ -12,8 +12,8 @@ import pytest
 
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.chunk import chunk_key, context_digest
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError, StoreFormatError
-from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.store import KVStore, Later, NodeRecord, open_store
 from cacheblend_ray import table
 from integrations.ray.tests.names.conftest import run_sql
