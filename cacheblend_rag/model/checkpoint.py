@@ -43,7 +43,10 @@ def load_pretrained(
         )
     name = _checked_name(model)
     if gguf_files(name):
-        raise ConfigError(f'model {name} is a GGUF file, which llama.cpp answers: pip install "cacheblend-rag[gguf]"')
+        raise ConfigError(
+            f'model {name} is a GGUF file, which llama.cpp answers: pip install "cacheblend-rag[gguf]", or in a clone '
+            "-e integrations/gguf"
+        )
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placed = "device_map" in model_kwargs
     if not placed:
