@@ -59,6 +59,8 @@ _NEUTRAL = {
     "use_cache": True,
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
 }
 
 # Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
@@ -113,7 +115,7 @@ def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options:
 @lru_cache(maxsize=8)
 def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
     """Return the options of ``generate`` and of this package's calls for models of one class."""
-    named = ("blend", "wait_s", "tokenizer", "assistant_tokenizer")
+    named = ("blend", "seed", "wait_s", "tokenizer", "assistant_tokenizer")
     calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
     passed_on = (name for call in calls for name in signature(call).parameters)
     return frozenset({*named, *_FOREIGN, *TransformersKwargs.__optional_keys__, *vars(GenerationConfig()), *passed_on})

@@ -25,6 +25,7 @@ from cacheblend_rag.engine.decode import ROOM_FOR_OUTPUT, Prefilled, checked_opt
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.seeded import seeded
 from cacheblend_rag.errors import CacheBlendError, ChunkReadError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import check_blending
@@ -110,7 +111,7 @@ class TransformersBackend(Backend):
             )
 
     def check_options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
-        return checked_options(self.model, max_new_tokens, options)
+        return seeded(checked_options(self.model, max_new_tokens, options), self.model.generation_config)
 
     def cut(self, kv: Any, rows: int) -> Any:
         return cut_layers(kv, rows)

@@ -21,10 +21,10 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.engine.decode import Outputs
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.scheduler import GLANCE_S
+from cacheblend_rag.engine.seeded import SeededSampling
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
 from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.store import KVReader

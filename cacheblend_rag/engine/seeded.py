@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["SeededSampling"]
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["SeededSampling", "seeded"]
+
+_DRAWN = ("temperature", "top_k", "top_p", "min_p")
+
+
+def seeded(options: Mapping[str, Any], own: GenerationConfig) -> dict[str, Any]:
+    """Return options of transformers' ``generate`` whose `seed`, which that does not have, is a processor that draws by it."""
+    options = dict(options)
+    seed = options.pop("seed", None)
+    if seed is None:
+        return options
+    if type(seed) is not int:
+        raise ConfigError(f"seed={seed!r:.40} must be a whole number")
+    if options.get("do_sample", own.do_sample):
+        given = {name: getattr(own, name) for name in _DRAWN} | {
+            name: options.pop(name) for name in _DRAWN if name in options
+        }
+        # What transformers draws by where nothing is said.
+        drawn = {"temperature": 1.0, "top_k": 50} | {name: value for name, value in given.items() if value is not None}
+        options["logits_processor"] = [*options.get("logits_processor", ()), SeededSampling(seed, **drawn)]
+        options["do_sample"] = False
+    return options
 
 
 class SeededSampling(LogitsProcessor):
