@@ -333,9 +333,8 @@ class BlendEngine(ChunkLibrary):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         stop = stop or threading.Event()
         numbers: dict[Request, int] = {}
-        for number, (prompt, own) in enumerate(
-            zip(prompts, options_of_each(generation_kwargs, len(prompts)), strict=True)
-        ):
+        each = options_of_each(generation_kwargs, len(prompts))
+        for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
                 request = self.begin_request(prompt, blend, max_new_tokens, own, wait_s=wait_s, started=started)
                 numbers[replace(request, stop=stop)] = number
