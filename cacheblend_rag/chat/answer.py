@@ -1,4 +1,4 @@
-"""Answers: how one is drawn, what ends one early, its text up to a stop string, why it ended, and what it used."""
+"""Answers: what ends one early, its text up to a stop string, why it ended, and what it used."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    LogitsProcessor,
-    MinPLogitsWarper,
     StoppingCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from cacheblend_rag.chunk import BlendPrompt
@@ -26,7 +21,7 @@ from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import StopCutter, Thinking, cut_at_stop, cut_pieces
 
-__all__ = ["Answer", "Deadline", "Ending", "ModelCall", "SeededSampling", "calls_made"]
+__all__ = ["Answer", "Deadline", "Ending", "ModelCall", "calls_made"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,30 +148,3 @@ class Ending:
             yield self.read(await stream.aresult())
         finally:
             stream.close()
-
-
-class SeededSampling(LogitsProcessor):
-    """Makes greedy decoding draw: to each token's score a number is added such that the greatest is a draw (Gumbel-max)."""
-
-    is_of_one_answer = True
-
-    def __init__(self, seed: int, temperature: float, top_k: int = 0, top_p: float = 1, min_p: float = 0) -> None:
-        self._seed = seed
-        self._prompt_len: int | None = None
-        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
-        self._warpers += [TopKLogitsWarper(top_k)] if top_k else []
-        self._warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-        self._warpers += [MinPLogitsWarper(min_p)] if min_p else []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, ``(1, vocab)``, of which the greatest is the draw."""
-        if self._prompt_len is None:
-            self._prompt_len = input_ids.shape[1]
-        for warper in self._warpers:
-            scores = warper(input_ids, scores)
-        generator = torch.Generator().manual_seed(
-            (self._seed * 1_000_003 + input_ids.shape[1] - self._prompt_len) % 2**63
-        )
-        # Of numbers that are exponentially distributed, the negative logarithm is Gumbel-distributed.
-        noise = -torch.empty(scores.shape, dtype=torch.float32).exponential_(generator=generator).log()
-        return scores.float() + noise.to(scores.device)

@@ -99,7 +99,8 @@ def parse_calls(
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
     between them, or a list, with or without ``[TOOL_CALLS]``), also in a fence of Markdown, with ``arguments`` or ``parameters``.
-    XML does not say which of its values are text: what is, by the schemas of the tools, stays as it is written.
+    Of a tool that takes none, these may be empty, null or, between the tags, left out. XML does not say which of its values are
+    text: what is, by the schemas of the tools, stays as it is written.
     `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is not text, and
     `one_call` that what is called after the first is left out.
     """
@@ -127,7 +128,7 @@ def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool) -> ToolReply
         reply.text += text[place:begin]
         place = len(text) - len(after)
         body = body if closed else body[: begun(body, _CLOSE)]
-        calls = _json_calls(body.strip()) or _xml_calls(body, tools)
+        calls = _json_calls(body.strip(), bare=True) or _xml_calls(body, tools)
         if calls and {call.name for call in calls} <= names:
             reply.calls += calls
         elif not calls and (_BEGUN.match(body) or (is_cut and not closed)):
@@ -164,8 +165,8 @@ class ToolGate:
         return shown
 
 
-def _json_calls(body: str) -> list[ToolCall]:
-    """Return the calls of a text that is nothing but JSON, or none."""
+def _json_calls(body: str, bare: bool = False) -> list[ToolCall]:
+    """Return the calls of a text that is nothing but JSON, or none; `bare` ones are names alone."""
     decoder, place = json.JSONDecoder(strict=False), 0
     calls: list[ToolCall] = []
     while True:
@@ -177,20 +178,26 @@ def _json_calls(body: str) -> list[ToolCall]:
             value, place = decoder.raw_decode(body, place)
         except (json.JSONDecodeError, RecursionError):
             return []
-        call = _call_of(value)
+        call = _call_of(value, bare)
         if call is None:
             return []
         calls.append(call)
 
 
-def _call_of(value: Any) -> ToolCall | None:
+def _call_of(value: Any, bare: bool) -> ToolCall | None:
     value = value.get("function", value) if isinstance(value, dict) else None
-    name = value.get("name") if isinstance(value, dict) else None
-    arguments = value.get("arguments", value.get("parameters")) if name else None
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if arguments in (None, "") and (value.keys() & {"arguments", "parameters"} or (bare and value.keys() == {"name"})):
+        # How models write that there are none.
+        arguments = {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-    return ToolCall(name, arguments, _new_id()) if isinstance(name, str) and isinstance(arguments, dict) else None
+    return (
+        ToolCall(name, arguments, _new_id()) if name and isinstance(name, str) and isinstance(arguments, dict) else None
+    )
 
 
 def _xml_calls(body: str, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:

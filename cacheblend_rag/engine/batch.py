@@ -23,6 +23,7 @@ from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import NEUTRAL, OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, token_ids
 from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.engine.request import Request
+from cacheblend_rag.engine.seeded import seeded
 from cacheblend_rag.errors import CacheBlendError, ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse.selfcheck import check_batching
 from cacheblend_rag.model import Decoder, PaddedBatch, unwrapped
@@ -110,7 +111,8 @@ class BatchingBackend(Backend):
                 raise ConfigError(
                     f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
                 )
-        return {name: value for name, value in options.items() if value is not None}
+        said = {name: value for name, value in options.items() if value is not None}
+        return seeded(said, self.model.generation_config)
 
     def answer(
         self, requests: Sequence[Request], batch_size: int | None = None
@@ -297,7 +299,7 @@ class BatchingBackend(Backend):
 @lru_cache(maxsize=8)
 def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
     """Return the options of ``generate`` and of this package's calls for models of one class."""
-    named = ("blend", "wait_s", "tokenizer", "assistant_tokenizer")
+    named = ("blend", "seed", "wait_s", "tokenizer", "assistant_tokenizer")
     calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
     passed_on = (name for call in calls for name in signature(call).parameters)
     return frozenset({*named, *_FOREIGN, *TransformersKwargs.__optional_keys__, *vars(GenerationConfig()), *passed_on})

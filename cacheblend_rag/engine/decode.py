@@ -49,6 +49,8 @@ NEUTRAL = {
     "use_cache": True,
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
 }
 """What a checkpoint's own generation settings may ask for, and a blended prompt cannot have."""
 

@@ -265,7 +265,8 @@ class BlendEngine(ChunkLibrary):
         wait_s : float, optional
             Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
-            Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so on.
+            Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so on; and
+            ``seed``, a whole number with which sampling draws the same again.
 
         Raises
         ------
@@ -312,14 +313,15 @@ class BlendEngine(ChunkLibrary):
             As for `generate`, which also says what is raised.
         """
         started = time.perf_counter()
-        options = self.backend.check_options(max_new_tokens, generation_kwargs)
+        self.backend.check_options(max_new_tokens, generation_kwargs)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to choose it automatically")
         if not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         stop = stop or threading.Event()
         numbers: dict[Request, int] = {}
-        for number, (prompt, own) in enumerate(zip(prompts, options_of_each(options, len(prompts)), strict=True)):
+        each = options_of_each(generation_kwargs, len(prompts))
+        for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
                 request = self.begin_request(prompt, blend, max_new_tokens, own, wait_s=wait_s, started=started)
                 numbers[replace(request, stop=stop)] = number

@@ -31,7 +31,7 @@ _BRIEFLY_S, _BUSY_S = 0.5, 5.0
 # What SQLite raises: it quotes a damaged schema in its message, which then is not text.
 _ERRORS = (sqlite3.Error, UnicodeError)
 # What it says of a damaged file, or one that has lost a part of it.
-_DAMAGE = ("malformed", "not a database", "no such table", "no such column", "disk I/O error", "Could not decode")
+_DAMAGE = ("malformed", "not a database", "no such table", "no such column", "Could not decode")
 
 _VERSION = 11
 _SCHEMA = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
@@ -361,6 +361,8 @@ class Index:
                 raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
             if any(sign in text for sign in _DAMAGE):
                 text = f"damaged ({text}); remove the store folder and add the documents again: a store is a cache"
+            elif "disk I/O" in text:
+                text += "; see to its disk or network drive, where locks and memory maps have to work, and to the system's log"
             raise StoreError(f"index {where} is unusable: {text}") from error
 
     def _is_full(self) -> bool:

@@ -20,6 +20,13 @@ def as_json(name: str, args: dict[str, Any], key: str = "arguments") -> str:
 
 FORMS = {
     "tags": (f"<tool_call>\n{as_json(*CALL)}\n</tool_call>", [CALL]),
+    "no arguments": (
+        "".join(
+            f'<tool_call>\n{{"name": "time"{rest}}}\n</tool_call>'
+            for rest in ("", ', "arguments": null', ', "arguments": ""', ', "parameters": {}')
+        ),
+        [("time", {})] * 4,
+    ),
     "tags of two": ("".join(f"\n<tool_call>\n{as_json(*each)}\n</tool_call>" for each in TWO), TWO),
     "xml": (
         "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n"

@@ -30,6 +30,7 @@ from tests.store.kit import damage
 
 GOOD = Chunk(words(12, 1), "good")
 OPTIONS = dict(num_beams=2, num_return_sequences=3, use_cache=False, prefill_chunk_size=4, prompt_lookup_num_tokens=2)
+OPTIONS |= dict(penalty_alpha=0.6, dola_layers="high", seed="x")
 FIXED = dict(preamble="t5", dtype="float16", ram_bytes=1, strict=True, remote="memory://two?token=hunter3")
 
 Case = Callable[[Any], object]

@@ -111,6 +111,19 @@ def test_a_check_finds_a_page_of_the_index_that_is_lost(folder: Path) -> None:
         check_store(folder, repair=True)
 
 
+def test_an_error_of_the_disk_is_not_called_damage(tmp_path: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(store=tmp_path)
+    engine.add([Chunk(words(20, 0), "n0")])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="disk I/O error; see to its disk"):
+            engine.add([Chunk(words(20, 1), "n1")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert engine.add([Chunk(words(20, 1), "n1")]).encoded == 1
+
+
 @pytest.mark.parametrize("harm", [lambda index: os.truncate(index, 5000), Path.unlink], ids=["cut", "removed"])
 def test_questions_are_answered_where_the_index_is_lost_in_use(
     tmp_path: Path, make_engine: MakeEngine, harm: Callable[[Path], None]

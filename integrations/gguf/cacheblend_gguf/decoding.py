@@ -21,10 +21,10 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from cacheblend_rag.chat.answer import SeededSampling
 from cacheblend_rag.engine.backend import GLANCE_S
 from cacheblend_rag.engine.decode import Outputs
 from cacheblend_rag.engine.request import Request
+from cacheblend_rag.engine.seeded import SeededSampling
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
 from cacheblend_rag.store import KVReader
 

@@ -31,6 +31,7 @@ _KNOWN = frozenset(GenerationConfig().to_dict()) | {
     "logits_processor",
     "negative_prompt_ids",
     "prefix_allowed_tokens_fn",
+    "seed",
     "stopping_criteria",
     "synced_gpus",
 }

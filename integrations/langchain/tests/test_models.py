@@ -88,6 +88,8 @@ def test_generation_options_at_construction_and_per_call(kind: Kind, engine: Ble
     assert text_of(sampling.invoke(context)) != greedy
     assert text_of(sampling.invoke(context, temperature=0, repetition_penalty=1.0)) == greedy
     assert text_of(sampling.bind(temperature=0, repetition_penalty=1.0).invoke(context)) == greedy
+    draws = [text_of(sampling.invoke(context, seed=seed)) for seed in (7, 7, 8)]
+    assert draws[0] == draws[1] != draws[2]
     for options in ({"max_tokens": 2}, {"max_new_tokens": 2}):
         assert info_of(sampling, context, **options)["blend"]["output_tokens"] == 2
     for options in ({"temprature": 0}, {"tool": []}, {"num_beams": 4}, {"past_key_values": object()}):

@@ -9,7 +9,7 @@ from typing import Any
 import anyio.to_thread
 from transformers import GenerationConfig
 
-from cacheblend_rag.chat.answer import Answer, Deadline, Ending, SeededSampling
+from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.grammar import Guide
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, ChunkLibrary, Engine
@@ -89,10 +89,7 @@ def _stream(engine: Engine, asked: Asked, ending: Ending) -> Any:
         owns = {name: given for name in _DRAWN if (given := getattr(own, name)) is not None}
         # transformers' own default of top_k is 50, which neither the request nor the model has asked for.
         drawn = {"temperature": 1.0, "top_k": 0} | owns | drawn
-        if asked.seed is None:
-            options |= drawn | {"do_sample": True}
-        else:
-            processors.append(SeededSampling(asked.seed, **drawn))
+        options |= drawn | {"do_sample": True} | ({} if asked.seed is None else {"seed": asked.seed})
     if processors:
         options["logits_processor"] = processors
     if asked.recompute_ratio is not None:

@@ -65,7 +65,8 @@ class ServedEngine:
     of the tenant whose key it is given.
 
     Some of what an engine of this process does stays there, and is a `ConfigError` here: schemas (PML), estimates, settings of
-    blending beyond the ratio, and transformers' own options of decoding beyond temperature, `top_p`, `top_k` and stop strings.
+    blending beyond the ratio, and transformers' own options of decoding beyond temperature, `top_p`, `top_k`, `seed` and stop
+    strings.
 
     Parameters
     ----------

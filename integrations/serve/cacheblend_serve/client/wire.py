@@ -14,7 +14,7 @@ from cacheblend_rag.report import BlendReport, ChunkReport
 
 __all__ = ["asked_options", "chunk_item", "parts_of", "read_report"]
 
-_SENT = ("temperature", "top_p", "top_k")
+_SENT = ("temperature", "top_p", "top_k", "seed")
 
 
 def parts_of(prompt: BlendPrompt) -> list[dict[str, Any]]:
@@ -86,8 +86,8 @@ def asked_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Deadline 
 
 def _unsendable(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be sent to a server, which takes temperature, top_p, top_k, stop strings and time limits; leave it out, "
-        "or use an engine of this process"
+        f"{what} cannot be sent to a server, which takes temperature, top_p, top_k, seed, stop strings and time limits; leave it "
+        "out, or use an engine of this process"
     )
 
 
