@@ -23,22 +23,6 @@ CHUNKS = {
 }
 
 
-# Of LangChain's suite on a real model, what the reference model cannot do; the rest is run at full counts.
-_ON_QWEN = (
-    "test_agent_loop[model0]",
-    "test_bind_runnables_as_tools",
-    "test_tool_calling[model0]",
-    "test_unicode_tool_call_integration",
-)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "::TestChatBlendOnQwen::" in item.nodeid and item.name not in _ON_QWEN:
-            item.add_marker(pytest.mark.full)
-
-
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return load_tokenizer()

@@ -2,7 +2,7 @@
 
 The reference model has 3.4 million weights and has learnt to answer questions from short texts, not to call tools or to write
 JSON. It is given a template that shows tools, and a bias towards the signs that end strings, without which they would not end;
-what it still cannot do is expected to fail, and Qwen, which can, does it (the rest of the suite at full counts).
+what it still cannot do is expected to fail, and Qwen, which can, does it at full counts.
 """
 
 import copy
@@ -172,6 +172,7 @@ class TestChatBlendIntegration(_Integration):
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=False))
 
 
+@pytest.mark.full
 class TestChatBlendOnQwen(_Integration):
     @pytest.fixture(autouse=True)
     def _use(self, qwen: BlendEngine) -> None:

@@ -77,7 +77,9 @@ def test_the_starter_script_of_the_readme(readme: Path, tmp_path: Path, monkeypa
     names: dict[str, Any] = {}
     settings = Settings._embed_model
     try:
-        exec(setup.replace("sentence-transformers/all-MiniLM-L6-v2", str(get_model_path())), names)
+        setup = setup.replace("sentence-transformers/all-MiniLM-L6-v2", str(get_model_path()))
+        # Chroma knows its folders again by their paths, whatever the working directory was.
+        exec(setup.replace('"chroma"', repr(str(tmp_path / "chroma"))), names)
         exec(compile(script, str(readme), "exec"), names)
     finally:
         Settings._embed_model = settings

@@ -41,7 +41,11 @@ def bare(inner: BasePydanticVectorStore, embedding: WordEmbedding) -> VectorStor
 
 @pytest.mark.parametrize("background", [False, True])
 def test_every_node_hits_afterwards(
-    bare: VectorStoreIndex, llm: BlendLLM, background: bool, capsys: pytest.CaptureFixture[str]
+    bare: VectorStoreIndex,
+    llm: BlendLLM,
+    background: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if background:
         job = warm_index(bare, engine=llm.engine, background=True)
@@ -49,6 +53,8 @@ def test_every_node_hits_afterwards(
         assert job.done() and job.progress == (5, 5)
         assert (done.encoded, done.unchanged) == (5, 0)
     else:
+        # What takes no longer shows none.
+        monkeypatch.setattr("llama_index_cacheblend.nodes._SHOWN_AFTER_S", 0)
         result = warm_index(bare, engine=llm.engine, show_progress=True)
         assert (result.encoded, result.unchanged) == (5, 0) and result.tokens > 0
         assert "100%" in capsys.readouterr().err

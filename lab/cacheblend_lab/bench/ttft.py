@@ -52,9 +52,7 @@ def measure(
 ) -> Figures:
     """Return the figures of each method, from each tier."""
     asked = [
-        (ratio, name)
-        for ratio in parse_numbers(ratios)
-        for name in (parse_names(selectors) if ratio else ("boundary",))
+        (ratio, name) for ratio in parse_numbers(ratios) for name in (parse_names(selectors) if ratio else ("none",))
     ]
     places = parse_names(tiers)
     for tier in places:
@@ -100,7 +98,8 @@ def measure(
             else:
                 name = method.name if method.name in prompts else "reuse"
                 engine = engines[name, method.tier]
-                blend = engine.blend.replace(selector=method.selector, recompute_ratio=method.ratio)
+                chosen = {"selector": method.selector} if method.ratio else {}
+                blend = engine.blend.replace(recompute_ratio=method.ratio, **chosen)
                 result = engine.prefill(prompts[name], blend=blend)
                 int(result.logits.argmax())
                 report = result.report
