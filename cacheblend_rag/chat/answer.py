@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    StoppingCriteria,
-)
+from transformers import StoppingCriteria
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig

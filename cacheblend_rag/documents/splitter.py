@@ -36,12 +36,13 @@ def read_files(paths: Sequence[Path]) -> tuple[dict[str, str], dict[Path, str]]:
         if (found := os.path.realpath(file)) in seen:
             continue
         seen.add(found)
-        if (said := os.fsencode(os.path.abspath(file)).decode(errors="replace")) != os.path.abspath(file):
+        # Not where a link leads: what is gone from the folder is looked for below it.
+        path = os.path.abspath(file)
+        if (said := os.fsencode(path).decode(errors="replace")) != path:
             left_out[Path(said)] = "its name is not UTF-8; rename it"
             continue
         try:
-            # Not where a link leads: what is gone from the folder is looked for below it.
-            texts[os.path.abspath(file)] = _converted(file) if file.suffix.lower() in _CONVERTED else _plain(file)
+            texts[path] = _converted(file) if file.suffix.lower() in _CONVERTED else _plain(file)
         except (ConfigError, UnicodeDecodeError) as error:
             left_out[file] = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
         except OSError as error:

@@ -302,9 +302,8 @@ class BlendLLM(JSONAnswers):
             if variables and not isinstance(given, str) and getattr(write, "func", None) is render_messages:
                 write, variables = partial(write, asked=variables), {}
             # What agents and LlamaIndex's own synthesizers write holds the texts of nodes.
-            asked_last = given if isinstance(given, str) else _asked(given)
-            text = given if isinstance(given, str) else write(given)
-            prompt = catalog_of(self.engine).prompt(self.engine, [text], asked=asked_last)
+            text, last = (given, None) if isinstance(given, str) else (write(given), _asked(given))
+            prompt = catalog_of(self.engine).prompt(self.engine, [text], asked=last)
         if variables:
             raise ConfigError(
                 f"{', '.join(variables)} set variables of the chat template, which does not write this prompt; give them to "
