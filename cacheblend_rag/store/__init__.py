@@ -80,7 +80,7 @@ def open_store(
     StoreFormatError
         If the folder is anything but a store or empty, or in a format that this version does not read. Nothing is changed in it.
     StoreReadOnlyError
-        If the folder is not a store and is not writable. One that holds a store is opened for reading.
+        If the folder is not writable.
     StoreError
         If the store cannot be opened: it is damaged, out of reach, locked for too long, or its disk is full.
     """
@@ -91,7 +91,7 @@ def open_store(
     source = _names_at(names) if isinstance(names, str) else names
     disk = None
     if location is not None:
-        disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, False, lock_timeout_s)
+        disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, lock_timeout_s)
     return KVStore(ram, disk, codec, tier, source)
 
 
@@ -127,12 +127,12 @@ class CheckReport:
 def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     """Read and verify everything in a store folder, which others may use.
 
-    With `repair` KV that is damaged is dropped, files that belong to no entry are removed, and the index is shrunk.
+    With `repair` KV that is damaged is dropped, files that belong to no entry are removed.
     """
     report, path = CheckReport(), Path(location).expanduser()
     if not path.exists() or not StoreFolder(path).is_made:
         raise StoreError(f"there is no store in {path}; give the folder of one")
-    with closing(DiskTier(path, read_only=not repair)) as tier:
+    with closing(DiskTier(path)) as tier:
         tier.index.check()
         for key, nbytes in tier.index.entries():
             flaw = tier.flaw(key, every_byte=True)
@@ -151,6 +151,4 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
                 report.freed_bytes += tier.remove_orphan(own) or 0
         report.names = tier.index.share()[2]
         report.repaired = repair and bool(report.problems)
-        if repair:
-            tier.index.shrink(vacuum=True)
     return report

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.codec import Codec, PackedKV, make_codec
-from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.folder import RESERVE_BYTES, StoreFolder, storing, valid_key
 from cacheblend_rag.store.index import Index, drop_entries
@@ -49,12 +49,10 @@ class DiskTier:
         path: Path,
         limit_bytes: int | None = None,
         codec: Codec | None = None,
-        read_only: bool = False,
         lock_timeout_s: float = 60.0,
     ) -> None:
         self.codec = codec or make_codec("native")
         self.folder = StoreFolder(path)
-        self.read_only = read_only or self.folder.read_only
         self.limit_bytes = limit_bytes
         self.evicted: Counter[str] = Counter()
         self._told: set[str] = set()
@@ -64,11 +62,10 @@ class DiskTier:
         self._has_reserve = True
         # Keys that were discarded where they could not be removed.
         self._discarded: set[str] = set()
-        self.index = Index(self.folder, self.read_only, lock_timeout_s)
+        self.index = Index(self.folder, lock_timeout_s)
         self.with_room(self.index.share)
-        if not self.read_only:
-            self.folder.remove_leftovers()
-            self._has_reserve = self.folder.keep_reserve()
+        self.folder.remove_leftovers()
+        self._has_reserve = self.folder.keep_reserve()
 
     def find(self, key: str) -> tuple[ChunkFile, str] | None:
         """Return the file of `key`, its head verified, and whose it is; None if it is not held, or not readable."""
@@ -90,8 +87,6 @@ class DiskTier:
         self, key: str, kv: PackedKV, tenant: str, wanted: Callable[[sqlite3.Connection], bool] | None = None
     ) -> list[str]:
         """Write KV under `key` unless that is held and sound, or it is not `wanted`; return the keys dropped for room."""
-        if self.read_only:
-            raise StoreReadOnlyError(f"store folder {self.folder.path} is not writable; it can only be read")
         if self.holds([valid_key(key)])[0]:
             flaw = self.flaw(key)
             if flaw is None:
@@ -135,9 +130,8 @@ class DiskTier:
         """Drop the KV under `key`; where that cannot be done now, never open it again."""
         # What is put in its place replaces it.
         self._discarded.add(key)
-        if not self.read_only:
-            self.with_room(lambda: self.index.drop([key], wait))
-            self._discarded.discard(key)
+        self.with_room(lambda: self.index.drop([key], wait))
+        self._discarded.discard(key)
 
     def drop_damaged(self, key: str, wait: bool = True) -> bool:
         """Drop KV whose file is damaged, unless another process has just replaced or dropped it; return whether it was there."""
@@ -159,7 +153,6 @@ class DiskTier:
 
     def with_room(self, write: Callable[[], Result], nbytes: int = 0) -> Result:
         """Run what writes that many bytes, and where the disk is full drop the KV least recently used first."""
-        wanted_bytes = nbytes + RESERVE_BYTES
         for _ in range(_ROOM_MADE):
             try:
                 done = write()
@@ -171,10 +164,8 @@ class DiskTier:
                 if error.__cause__ is None or getattr(error.__cause__, "errno", None) == errno.EFBIG:
                     raise
                 self._has_reserve = False
-                # In this order: to shorten the log takes room.
-                had_reserve = self.folder.give_up_reserve()
-                if self.index.shrink() < wanted_bytes and not had_reserve:
-                    victims = self.index.oldest(wanted_bytes)
+                if not self.folder.give_up_reserve():
+                    victims = self.index.oldest(nbytes + RESERVE_BYTES)
                     if not victims:
                         raise
                     # Their files go first: to note in the index that they are gone takes room, too.
@@ -232,9 +223,5 @@ class DiskTier:
     def _lose(self, key: str, reason: str) -> None:
         """Drop damaged KV, and say so once."""
         self._warn_once(_DAMAGED, self.folder.path, reason)
-        if self.read_only:
-            # It must not be met again.
-            self._discarded.add(key)
-            return
         with suppress(StoreError):
             self.drop_damaged(key, wait=False)

@@ -63,7 +63,7 @@ def storing(path: Path) -> Iterator[None]:
             ) from error
         if error.errno in _READ_ONLY:
             raise StoreReadOnlyError(
-                f"store folder {path} is not writable ({error.strerror}); it can only be read"
+                f"store folder {path} is not writable ({error.strerror}); give a writable one"
             ) from error
         raise StoreError(f"store folder {path} cannot be written: {error}") from error
 
@@ -80,9 +80,10 @@ class StoreFolder:
                 # Made here, so that whether it may be written can be seen; its parts are made in `prepare`.
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
         parts = (path, path / "kv", path / "tmp", self.index_path)
-        self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
-        if self.read_only and not self.is_made:
-            raise StoreReadOnlyError(f"folder {path} is neither a store nor writable; choose a writable folder")
+        if not all(os.access(part, os.W_OK) for part in parts if part.exists()):
+            raise StoreReadOnlyError(
+                f"store folder {path} is not writable; give a writable folder, or a writable copy of it"
+            )
 
     def prepare(self) -> None:
         """Make the parts that are missing."""

@@ -10,10 +10,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.folder import StoreFolder, locked, storing
@@ -22,8 +21,6 @@ __all__ = ["Index", "drop_entries"]
 
 # A reader waits for no writer, but for moments while a log is recovered or shortened.
 _READ_TIMEOUT_S = 1.0
-# Fewer unused pages than this, of 4 KiB each, are left for what is written next.
-_TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
 _READ_CACHE_BYTES = 16 * 1024**2
 # How long answers wait for who writes, and how long they do not once that was in vain.
@@ -43,11 +40,8 @@ class Index:
     The file of an entry goes in the transaction that drops the entry.
     """
 
-    def __init__(
-        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
-    ) -> None:
+    def __init__(self, folder: StoreFolder | None = None, lock_timeout_s: float = 60.0) -> None:
         self.folder = folder
-        self.read_only = read_only
         self._path = None if folder is None else folder.index_path
         self._lock_timeout_s = lock_timeout_s
         self._busy_until = 0.0
@@ -58,7 +52,7 @@ class Index:
         self._write_lock = threading.Lock() if folder else self._read_lock
         self._connections: dict[str, sqlite3.Connection] = {}
         # Which file they have open.
-        self._opened: Any = None
+        self._opened: tuple[int, int] | None = None
         self._finalizer = weakref.finalize(self, _disconnect, self._connections)
         if folder is None:
             self._connections["reader"] = self._connections["writer"] = connection = _connect(":memory:")
@@ -85,8 +79,6 @@ class Index:
     def write(self, wait: bool = True, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, rolled back by an error; without `wait` it is soon an error if another one is under way."""
         self.check_open()
-        if self.read_only and self.folder is not None:
-            raise StoreReadOnlyError(f"store folder {self.folder.path} is not writable; it can only be read")
         started = time.monotonic()
         briefly_s = 0.0 if started < self._busy_until else _BRIEFLY_S
         timeout_s = self._lock_timeout_s if wait or self._path is None else briefly_s
@@ -125,30 +117,6 @@ class Index:
         with self._translating():
             if found:
                 raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
-
-    def shrink(self, vacuum: bool = False) -> int:
-        """Bring the log into the database, if no process is in the way and the disk has room for that; return the bytes freed.
-
-        With `vacuum` room that is not used is given back to the disk too, if there is much of it.
-        """
-        if self._path is None:
-            return 0
-        log = self._path.with_name(self._path.name + "-wal")
-        before = _size(log)
-        with self._write_lock, self._translating():
-            try:
-                connection = self._current("writer")
-                connection.execute("PRAGMA busy_timeout=1000")
-                pages, free = (
-                    connection.execute(f"PRAGMA {each}_count").fetchone()[0] for each in ("page", "freelist")
-                )
-                if vacuum and free * 4 > pages and free > _TIDY_PAGES:
-                    connection.execute("VACUUM")
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            except _ERRORS as error:
-                if not any(word in str(error) for word in ("locked", "busy", "full")):
-                    raise
-        return before - _size(log)
 
     def close(self) -> None:
         """Close both connections; in a forked child they are the parent's."""
@@ -246,21 +214,17 @@ class Index:
     def _current(self, kind: str) -> sqlite3.Connection:
         """Return the reading or the writing connection, to the index that was opened first."""
         if self._path is not None:
-            now = _identity(self._path, self.read_only)
-            # Where it can only be read, another process may have changed it.
-            if self._opened and not self.read_only and now != self._opened:
+            if self._opened and _identity(self._path) != self._opened:
                 raise StoreError(
                     f"index {self._path} was removed or replaced while it was in use; open the store again, and add "
                     "the documents whose KV is to be there"
                 )
-            if kind not in self._connections or now != self._opened:
-                if kind in self._connections:
-                    self._connections.pop(kind).close()
-                self._connections[kind] = self._read_only() if self.read_only else self._writable()
-                self._opened = now if self.read_only else _identity(self._path, False)
+            if kind not in self._connections:
+                self._connections[kind] = self._connected()
+                self._opened = _identity(self._path)
         return self._connections[kind]
 
-    def _writable(self) -> sqlite3.Connection:
+    def _connected(self) -> sqlite3.Connection:
         assert self.folder is not None
         path, until = self.folder.path, time.monotonic() + self._lock_timeout_s
         with storing(path):
@@ -311,31 +275,6 @@ class Index:
                 "remove the store folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
             )
 
-    def _read_only(self) -> sqlite3.Connection:
-        assert self._path is not None
-        log = self._path.with_name(self._path.name + "-wal")
-        # Reading a database in WAL mode needs its -shm file, which often cannot be made here. As no process has it open then, it
-        # does not change either; a process that opens it later is noticed by what that does to the files.
-        for options in ("mode=ro", "immutable=1"):
-            connection = _connect(f"file:{quote(str(self._path.absolute()))}?{options}", uri=True)
-            try:
-                connection.execute("SELECT 1 FROM tenants").fetchone()
-                self._check_version(connection)
-                return connection
-            except sqlite3.OperationalError:
-                connection.close()
-                if options == "immutable=1":
-                    raise
-                if _size(log):
-                    raise StoreError(
-                        f"index {self._path} cannot be read without merging {log.name}; open the store once with write access "
-                        "to the folder"
-                    ) from None
-            except BaseException:
-                connection.close()
-                raise
-        raise AssertionError
-
     @contextmanager
     def _translating(self) -> Iterator[None]:
         """Turn SQLite's errors into the store's own."""
@@ -358,7 +297,7 @@ class Index:
                     f"index {where} is locked: another process has been writing to it for too long"
                 ) from error
             if "readonly" in text:
-                raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
+                raise StoreReadOnlyError(f"index {where} is not writable; give the store a writable folder") from error
             if any(sign in text for sign in _DAMAGE):
                 text = f"damaged ({text}); remove the store folder and add the documents again: a store is a cache"
             elif "disk I/O" in text:
@@ -392,19 +331,14 @@ def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
         connections.popitem()[1].close()
 
 
-def _connect(path: str, uri: bool = False) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri)
+def _connect(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False)
 
 
-def _identity(path: Path, read_only: bool) -> Any:
-    """Return what tells the file in a place from another one; where this process may not lock it, also whether it has changed."""
-    with suppress(FileNotFoundError):
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells the file in a place from another one."""
+    try:
         status = os.stat(path)
-        if not read_only:
-            return status.st_dev, status.st_ino
-        return status.st_ino, status.st_size, status.st_mtime_ns, _size(path.with_name(path.name + "-wal"))
-    return None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

@@ -12,7 +12,7 @@ from logging import getLogger
 from typing import TypeVar
 
 from cacheblend_rag.codec import Codec, PackedKV, pack_kv
-from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import KVReader, Later, NodeRecord, StoreStats, packed_kv
 from cacheblend_rag.store.chunkfile import ChunkFile
@@ -55,7 +55,7 @@ class KVStore:
         self._offsite = None if remote is None else Offsite(remote, self._packed)
         self.is_private = disk is None and remote is None
         self.outlives_process = disk is not None
-        self.path = None if disk is None or disk.read_only else disk.folder.path
+        self.path = None if disk is None else disk.folder.path
         self._writer = ThreadPoolExecutor(1, "cacheblend-write-back")
         self._process, self._closed = os.getpid(), False
         # Why KV of misses could not be stored, until `flush` tells it.
@@ -149,8 +149,7 @@ class KVStore:
         if self._offsite:
             self._offsite.flush()
         failure, self._failure = self._failure, None
-        # Of a folder that is always read-only nothing is to be said.
-        if failure is not None and not isinstance(failure, StoreReadOnlyError):
+        if failure is not None:
             raise failure
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
@@ -166,7 +165,7 @@ class KVStore:
         return held
 
     def discard(self, key: str, wait: bool = True) -> None:
-        """Drop the KV under `key`; where others write and it is not to `wait`, or it is read-only, never open it again here."""
+        """Drop the KV under `key`; where others write and it is not to `wait`, never open it again here."""
         self._check()
         try:
             if self._disk is not None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import ConfigError, StoreReadOnlyError
-from cacheblend_rag.store import KVStore, check_store, open_store
-from tests.store.kit import add, is_held, key_of, make_kv, piece, read, record, same
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.store import KVStore, open_store
+from tests.store.kit import add, key_of, make_kv, piece, read, record, same
 
 
 def name_together(folder: Path, names: str, worker: int, count: int) -> None:
@@ -90,46 +90,6 @@ def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str] = ()) -
     add(store, *numbers)
     store.forget("ns", gone)
     store.close()
-
-
-def hold_open(connection: Connection, folder: Path) -> None:
-    """Have a store open until told otherwise, having written to it."""
-    store = open_store(folder, 0)
-    store.name("other", [record("n0", 0)])
-    connection.send("open")
-    connection.recv()
-    store.close()
-
-
-def use_read_only(folder: Path, user: int | None) -> None:
-    """Use a store that may not be written, as another user if there is one given."""
-    if user is not None:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
-    store = open_store(folder, 10**6)
-    assert is_held(store, 1)
-    assert store.names.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
-    for write in (
-        lambda: store.put(key_of(2), make_kv(2)),
-        lambda: store.name("ns", [record("n2", 2)]),
-        lambda: store.forget("ns", ["n1"]),
-        lambda: store.clear(),
-    ):
-        with pytest.raises(StoreReadOnlyError, match="is not writable"):
-            write()
-    store.name("ns", [])
-    assert store.forget("ns", []) == 0
-    assert check_store(folder).is_clean
-    # A damaged chunk must not be met again and again.
-    store.discard(key_of(1))
-    assert store.open(key_of(1)) is None
-    assert store.holds([key_of(1)]) == [False]
-    with pytest.raises(StoreReadOnlyError):
-        store.put(key_of(1), make_kv(1))
-    store.close()
-    with pytest.raises(StoreReadOnlyError, match="is neither a store nor writable"):
-        open_store(folder / "empty", 0)
 
 
 def end_without_closing(folder: Path) -> None:

@@ -68,7 +68,6 @@ def make_index(folder: Path, entries: int) -> None:
                     [(key,) for record in batch for key in record.keys],
                 )
             names.record(_TENANT, batch)
-        tier.index.shrink(vacuum=True)
     finally:
         tier.close()
 
