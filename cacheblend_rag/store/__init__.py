@@ -11,12 +11,11 @@ from pathlib import Path
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.base import KVReader, Later, NameChanges, NodeRecord, StoreStats
-from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.folder import StoreFolder
+from cacheblend_rag.store.index import is_store
 from cacheblend_rag.store.kvstore import KVStore
-from cacheblend_rag.store.memory import RamTier
 from cacheblend_rag.store.names import Names, NamesSource
 from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store.tiers import DiskTier, RamTier
 
 __all__ = [
     "CheckReport",
@@ -130,7 +129,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     With `repair` KV that is damaged is dropped, files that belong to no entry are removed.
     """
     report, path = CheckReport(), Path(location).expanduser()
-    if not path.exists() or not StoreFolder(path).is_made:
+    if not path.exists() or not is_store(path):
         raise StoreError(f"there is no store in {path}; give the folder of one")
     with closing(DiskTier(path)) as tier:
         tier.index.check()
@@ -143,7 +142,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
             elif tier.with_room(partial(tier.drop_damaged, key)) if repair else tier.index.holds([key])[0]:
                 report.problems.append(flaw)
                 report.freed_bytes += nbytes if repair else 0
-        for file, own in tier.folder.files():
+        for file, own in tier.files():
             if own is None:
                 report.problems.append(f"{file} does not belong to the store; move it elsewhere")
             # A file has its entry before others see it, or has none because its writer was killed.

@@ -1,21 +1,37 @@
-"""What a store says about chunks: records of names, targets, figures, and readers of their KV."""
+"""What a store says about chunks: records of names, figures, and readers of their KV."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from logging import getLogger
 
-from cacheblend_rag.codec import PackedKV, PackedLayer, unpack_layer
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.codec import (
+    Codec,
+    PackedKV,
+    PackedLayer,
+    main_codec,
+    make_codec,
+    pack_kv,
+    repack_layer,
+    unpack_layer,
+)
+from cacheblend_rag.errors import ChunkReadError
+from cacheblend_rag.kv import ChunkKV, LayerKV
 
 __all__ = [
     "KVReader",
     "Later",
     "NameChanges",
     "NodeRecord",
+    "PromotingReader",
+    "RamReader",
     "StoreStats",
     "packed_kv",
     "part_of",
 ]
+
+_log = getLogger(__name__)
 
 
 class KVReader:
@@ -70,6 +86,48 @@ class _Part(KVReader):
 
     def finish(self) -> None:
         self._reader.finish()
+
+
+class RamReader(KVReader):
+    """Reads KV that is held in RAM, packed or as it is."""
+
+    tier = "ram"
+
+    def __init__(self, kv: PackedKV | ChunkKV) -> None:
+        self._kv = packed = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
+        codec = main_codec([layer.codec for layer in packed.layers])
+        super().__init__(packed.token_ids, packed.start, packed.context, len(packed.layers), codec, packed.nbytes)
+
+    def packed_layer(self, index: int) -> PackedLayer:
+        return self._kv.layers[index]
+
+
+class PromotingReader(KVReader):
+    """Reads each layer of `source` once, packs it by `codec`, and hands the chunk to `keep` in `finish`."""
+
+    def __init__(self, source: KVReader, codec: Codec, keep: Callable[[PackedKV], None]) -> None:
+        chunk = source.token_ids, source.start, source.context
+        super().__init__(*chunk, source.num_layers, source.codec, source.packed_bytes)
+        self.tier = source.tier
+        self._source, self._codec, self._keep = source, codec, keep
+        self._layers: dict[int, PackedLayer] = {}
+
+    def packed_layer(self, index: int) -> PackedLayer:
+        if index not in self._layers:
+            self._layers[index] = repack_layer(self._source.packed_layer(index), self._codec)
+        return self._layers[index]
+
+    def finish(self) -> None:
+        """Hand the chunk over, unless most of it is wanting; the few layers not asked for, their KV being computed, are read."""
+        if 2 * len(self._layers) < self.num_layers:
+            return
+        try:
+            layers = [self.packed_layer(index) for index in range(self.num_layers)]
+        except ChunkReadError as error:
+            _log.warning("%s", error)
+        else:
+            self._layers = {}
+            self._keep(PackedKV(self.token_ids, self.start, layers, self.context))
 
 
 @dataclass(frozen=True, slots=True)

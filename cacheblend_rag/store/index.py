@@ -1,7 +1,19 @@
-"""The index of a store: an SQLite database of what is in its files, whose it is, and what chunks are called."""
+"""The index of a store: an SQLite database of what is in its files, whose it is, and what chunks are called.
+
+The folder of a store::
+
+    store.json        the format and its version
+    store.lock        held while a process opens the index
+    index.sqlite      what the files hold, and the names (and its -wal and -shm)
+    kv/ab/KEY…        one file a chunk, called by its key, in a folder named by the key's first two digits
+    tmp/              files not yet in their place
+    reserve           room on the disk, given up so that things can be deleted when it is full
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -10,14 +22,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.folder import StoreFolder, locked, storing
+from cacheblend_rag.files import replace_text
 
-__all__ = ["Index", "drop_entries"]
+__all__ = ["KEY", "Index", "drop_entries", "is_store", "locked", "owner_of", "storing", "valid_key"]
+
+_FORMAT, _FORMAT_VERSION = "cacheblend-rag store", 3
+_MARK = "store.json"
+# What a process that was killed while making a store may have left before the mark was in place.
+_MAKING = re.compile(r"store\.lock|\.store\.json\..*")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+KEY = re.compile(r"[0-9a-f]{8,128}")
+_POLL_S = 0.002
 
 # A reader waits for no writer, but for moments while a log is recovered or shortened.
 _READ_TIMEOUT_S = 1.0
@@ -34,15 +55,100 @@ _VERSION = 11
 _SCHEMA = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
 
 
+def valid_key(key: str) -> str:
+    """Return `key` if it is 8 to 128 lower-case hexadecimal digits; StoreError otherwise."""
+    if not KEY.fullmatch(key):
+        raise StoreError(f"{key[:140]!r} is not a store key: a key is 8 to 128 lower-case hexadecimal digits")
+    return key
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn the errors of writing below `path` into the store's own."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFullError(
+                f"no space left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)"
+            ) from error
+        if error.errno in _READ_ONLY:
+            raise StoreReadOnlyError(
+                f"store folder {path} is not writable ({error.strerror}); give a writable one"
+            ) from error
+        raise StoreError(f"store folder {path} cannot be written: {error}") from error
+
+
+def is_store(path: Path) -> bool:
+    """Return whether a folder is a store of this version; False where one can be made."""
+    names: list[str] = []
+    mark: object = None
+    try:
+        names = sorted(name for name in os.listdir(path) if not _MAKING.fullmatch(name))
+        mark = json.loads((path / _MARK).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        raise StoreFormatError(f"{path} is a file; a store needs a folder") from None
+    except ValueError:
+        mark = "damaged"
+    except OSError as error:
+        raise StoreError(f"store folder {path} cannot be read: {error}") from error
+    if not names:
+        return False
+    if mark is None:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        raise StoreFormatError(
+            f"folder {path} is not a store and holds other files ({shown}); give an empty or a new folder"
+        )
+    if not isinstance(mark, dict) or mark.get("format") != _FORMAT:
+        raise StoreFormatError(
+            f"{path / _MARK} is damaged or was not written by cacheblend-rag; give another folder, "
+            "or remove this one and warm a new store"
+        )
+    version = mark.get("version")
+    if type(version) is not int or version != _FORMAT_VERSION:
+        raise StoreFormatError(
+            f"store folder {path} is in format version {version!r}, but this cacheblend-rag reads version {_FORMAT_VERSION}; "
+            "remove the folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+        )
+    return True
+
+
+@contextmanager
+def locked(path: Path, until: float, otherwise: str) -> Iterator[None]:
+    """Hold a lock file, which is made if need be; StoreError if another process holds it until that `time.monotonic`."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise StoreError(otherwise) from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        # Closing alone would leave it locked for as long as a child lives that was forked meanwhile.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
 class Index:
     """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder.
 
-    The file of an entry goes in the transaction that drops the entry.
+    The file of an entry is removed, by `remove`, in the transaction that drops the entry.
     """
 
-    def __init__(self, folder: StoreFolder | None = None, lock_timeout_s: float = 60.0) -> None:
-        self.folder = folder
-        self._path = None if folder is None else folder.index_path
+    def __init__(
+        self,
+        folder: Path | None = None,
+        remove: Callable[[str], object] | None = None,
+        lock_timeout_s: float = 60.0,
+    ) -> None:
+        self._folder, self._remove = folder, remove
+        self._path = None if folder is None else folder / "index.sqlite"
         self._lock_timeout_s = lock_timeout_s
         self._busy_until = 0.0
         self._process = os.getpid()
@@ -57,6 +163,16 @@ class Index:
         if folder is None:
             self._connections["reader"] = self._connections["writer"] = connection = _connect(":memory:")
             self._set_up(connection)
+            return
+        if not is_store(folder):
+            with storing(folder):
+                # Made here, so that whether it may be written can be seen; its parts are made later.
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parts = (folder, folder / "kv", folder / "tmp", folder / "index.sqlite")
+        if not all(os.access(part, os.W_OK) for part in parts if part.exists()):
+            raise StoreReadOnlyError(
+                f"store folder {folder} is not writable; give a writable folder, or a writable copy of it"
+            )
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -157,18 +273,10 @@ class Index:
         [(entries, nbytes, names)] = self.rows(query + "WHERE ?1 IS NULL OR tenant = ?1", tenant)
         return int(entries), int(nbytes), int(names)
 
-    def add(
-        self,
-        key: str,
-        nbytes: int,
-        tenant: str,
-        limit_bytes: int,
-        place: Callable[[], None],
-        wanted: Callable[[sqlite3.Connection], bool] | None = None,
-    ) -> dict[str, str]:
-        """Give `key` its entry and file if it is `wanted`; return what is dropped for room, and whose it was."""
+    def add(self, key: str, nbytes: int, tenant: str, limit_bytes: int, place: Callable[[], None]) -> dict[str, str]:
+        """Give `key` its entry and file if a name leads to it; return what is dropped for room, and whose it was."""
         with self.write() as connection:
-            if wanted is not None and not wanted(connection):
+            if owner_of(connection, key) is None:
                 return {}
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", (key, nbytes, time.time_ns(), tenant))
@@ -225,15 +333,15 @@ class Index:
         return self._connections[kind]
 
     def _connected(self) -> sqlite3.Connection:
-        assert self.folder is not None
-        path, until = self.folder.path, time.monotonic() + self._lock_timeout_s
+        assert self._folder is not None
+        path, until = self._folder, time.monotonic() + self._lock_timeout_s
         with storing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         otherwise = (
             f"another process has been opening the store in {path} for more than {self._lock_timeout_s:g} s; end it"
         )
         with locked(path / "store.lock", until, otherwise):
-            self.folder.prepare()
+            self._make_parts(path)
             connection = _connect(str(self._path))
             try:
                 # What is deleted is overwritten: token ids are text. The log is brought in early, while there is room.
@@ -244,6 +352,20 @@ class Index:
                 connection.close()
                 raise
         return connection
+
+    def _make_parts(self, folder: Path) -> None:
+        """Make the parts that are missing."""
+        with storing(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (folder / _MARK).exists():
+                replace_text(folder / _MARK, json.dumps({"format": _FORMAT, "version": _FORMAT_VERSION}), private=True)
+            for name in ("kv", "tmp"):
+                (folder / name).mkdir(mode=0o700, exist_ok=True)
+            # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
+            # it would release the locks that this process's other connections hold on it, and a thread that closed the store
+            # elsewhere would take itself for the last.
+            with suppress(FileExistsError):
+                os.close(os.open(folder / "index.sqlite", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
         """Make the tables where there are none, and have files go with their entries."""
@@ -259,8 +381,8 @@ class Index:
         connection.execute(f"PRAGMA busy_timeout={int(_READ_TIMEOUT_S * 1000)}")
         # Every table is asked now, so that an index without one is not found out later.
         connection.execute("SELECT 1 FROM entries, tenants").fetchone()
-        if self.folder is not None:
-            connection.create_function("remove_file", 1, self.folder.remove)
+        if self._remove is not None:
+            connection.create_function("remove_file", 1, self._remove)
             connection.execute(
                 "CREATE TEMP TRIGGER entry_dropped AFTER DELETE ON main.entries BEGIN SELECT remove_file(old.key); END"
             )
@@ -314,6 +436,13 @@ class Index:
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str]) -> None:
     """Drop entries, and their files, in a transaction that has begun."""
     connection.executemany("DELETE FROM entries WHERE key = ?", ((key,) for key in keys))
+
+
+def owner_of(connection: sqlite3.Connection, key: str) -> str | None:
+    """Return the tenant whose names lead to `key`, empty for none's; None if no name does."""
+    query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ?1 OR later = ?1 LIMIT 1"
+    found = connection.execute(query, (key,)).fetchone()
+    return None if found is None else str(found[0])
 
 
 def _oldest(connection: sqlite3.Connection, nbytes: int) -> dict[str, str]:

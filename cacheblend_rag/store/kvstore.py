@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,22 +13,19 @@ from typing import TypeVar
 from cacheblend_rag.codec import Codec, PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, Later, NodeRecord, StoreStats, packed_kv
+from cacheblend_rag.store.base import KVReader, Later, NodeRecord, PromotingReader, RamReader, StoreStats, packed_kv
 from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.index import Index
-from cacheblend_rag.store.memory import Entry, PromotingReader, RamReader, RamTier
-from cacheblend_rag.store.names import Names, NamesSource, has_name
+from cacheblend_rag.store.index import Index, valid_key
+from cacheblend_rag.store.names import Names, NamesSource
 from cacheblend_rag.store.offsite import Offsite
 from cacheblend_rag.store.remote import RemoteTier
+from cacheblend_rag.store.tiers import DiskTier, Entry, RamTier
 
 __all__ = ["KVStore"]
 
 _log = getLogger(__name__)
 
 Result = TypeVar("Result")
-Wanted = Callable[[sqlite3.Connection], bool]
 
 
 class KVStore:
@@ -55,7 +51,7 @@ class KVStore:
         self._offsite = None if remote is None else Offsite(remote, self._packed)
         self.is_private = disk is None and remote is None
         self.outlives_process = disk is not None
-        self.path = None if disk is None else disk.folder.path
+        self.path = None if disk is None else disk.path
         self._writer = ThreadPoolExecutor(1, "cacheblend-write-back")
         self._process, self._closed = os.getpid(), False
         # Why KV of misses could not be stored, until `flush` tells it.
@@ -98,13 +94,10 @@ class KVStore:
         was_named = self._names.leading_to(key) is not None
         return PromotingReader(remote, self._ram.codec, partial(self._bring_back, key, was_named))
 
-    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", is_named: bool = False) -> None:
-        """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room.
-
-        KV that `is_named` is only kept while a name leads to it.
-        """
+    def put(self, key: str, kv: ChunkKV, *, tenant: str = "") -> None:
+        """Keep `kv` while a name leads to `key`, on disk if there is a folder, unless it is there; `StoreFullError` without room."""
         self._check(key)
-        self._store(key, kv, tenant, partial(has_name, key) if is_named else None)
+        self._store(key, kv, tenant)
 
     def put_later(
         self,
@@ -279,18 +272,16 @@ class KVStore:
         entry = self._ram.peek(key)
         return None if entry is None else pack_kv(entry.kv, self._codec)
 
-    def _store(self, key: str, kv: ChunkKV | PackedKV, tenant: str, wanted: Wanted | None, sends: bool = True) -> None:
-        """Keep KV on disk, or without one in RAM, unless `wanted`, called in a transaction, returns False; and upload it."""
+    def _store(self, key: str, kv: ChunkKV | PackedKV, tenant: str, sends: bool = True) -> None:
+        """Keep KV that has a name on disk, or without one in RAM, and upload it."""
         if self._disk is not None:
             # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
             kv = pack_kv(kv, self._disk.codec)
-            self._ram.drop(self._disk.put(key, kv, tenant, wanted))
+            self._ram.drop(self._disk.put(key, kv, tenant))
             self._keep_copy(key, tenant, kv)
         else:
             has_room = self._ram.keep(key, kv, tenant)
-            if wanted is not None:
-                with self._index.read() as connection:
-                    self._ram.drop([] if wanted(connection) else [key])
+            self._drop_nameless(key)
             if not has_room:
                 raise StoreFullError(
                     f"a chunk of {pack_kv(kv, self._ram.codec).nbytes} bytes exceeds the store's budget of "
@@ -334,15 +325,18 @@ class KVStore:
     def _write(self, key: str, kv: ChunkKV | PackedKV, tenant: str, sends: bool = True) -> None:
         """Store KV of a miss, unless its last name is gone; where that fails, it is kept in RAM."""
         try:
-            self._store(key, kv, tenant, partial(has_name, key), sends)
+            self._store(key, kv, tenant, sends)
         except Exception as error:
             if self._disk is None and isinstance(error, StoreFullError):
                 return
             self._fail(error if isinstance(error, StoreError) else StoreError(f"KV was not written: {error!r}"))
             self._ram.keep(key, kv, tenant)
             with suppress(StoreError):
-                if self._names.leading_to(key) is None:
-                    self._ram.drop([key])
+                self._drop_nameless(key)
+
+    def _drop_nameless(self, key: str) -> None:
+        if self._names.leading_to(key) is None:
+            self._ram.drop([key])
 
     def _fail(self, error: StoreError) -> None:
         if self._failure is None:

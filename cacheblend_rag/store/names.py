@@ -15,14 +15,13 @@ from cacheblend_rag.chunk import chunk_key, context_digest
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import Later, NameChanges, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.index import Index, drop_entries
+from cacheblend_rag.store.index import Index, drop_entries, owner_of
 
 __all__ = [
     "MOST_UNPLACED",
     "Names",
     "NamesSource",
     "drop_nameless",
-    "has_name",
     "kv_of",
     "look_up",
     "members_of",
@@ -127,9 +126,8 @@ class Names:
 
     def leading_to(self, key: str) -> str | None:
         """Return the tenant whose names lead to `key`, empty for none's; None if no name does."""
-        query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ?1 OR later = ?1 LIMIT 1"
-        found = self._rows(query, key)
-        return str(found[0][0]) if found else None
+        with self._database.read() as connection:
+            return owner_of(connection, key)
 
     def record(
         self, namespace: str, records: Sequence[NodeRecord], tenant: str = "", whole: bool = False
@@ -171,7 +169,7 @@ class Names:
                 write_names(connection, namespace, tenant, [head])
             laters = {id: later for id, later in chunks.items() if later is not None and later.key == key}
             write_laters(connection, namespace, laters)
-            return has_name(key, connection)
+            return owner_of(connection, key) is not None
 
     def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], list[str]]:
         """Remove names; return those that there were, and what KV was dropped."""
@@ -210,15 +208,9 @@ def _changes(
     return known, new, there - by_id.keys()
 
 
-def has_name(key: str, connection: sqlite3.Connection) -> bool:
-    """Return whether any name leads to a key."""
-    query = "SELECT 1 FROM nodes WHERE key = ?1 OR later = ?1 LIMIT 1"
-    return connection.execute(query, (key,)).fetchone() is not None
-
-
 def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
     """Drop the KV under those of the keys that no name leads to, and return these."""
-    nameless = [key for key in dict.fromkeys(keys) if not has_name(key, connection)]
+    nameless = [key for key in dict.fromkeys(keys) if owner_of(connection, key) is None]
     drop_entries(connection, nameless)
     # KV may be in RAM alone, without an entry.
     return nameless

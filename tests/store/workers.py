@@ -12,7 +12,7 @@ import pytest
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import KVStore, open_store
-from tests.store.kit import add, key_of, make_kv, piece, read, record, same
+from tests.store.kit import add, key_of, make_kv, piece, put, read, record, same
 
 
 def name_together(folder: Path, names: str, worker: int, count: int) -> None:
@@ -54,6 +54,7 @@ def work(store: KVStore, seed: int, steps: int) -> None:
         number = chance.randrange(12)
         deed = chance.choice(["put", "put", "open", "open", "open", "name", "forget", "discard"])
         if deed == "put":
+            store.name("ns", [record(f"n{chance.randrange(6)}", number)])
             store.put(key_of(number), make_kv(number))
         elif deed == "open":
             reader = store.open(key_of(number))
@@ -69,7 +70,7 @@ def work(store: KVStore, seed: int, steps: int) -> None:
 def use_after_fork(folder: Path | None) -> None:
     """Use a store in a forked child, which is refused, and end it there in the usual way; the parent goes on with it."""
     store = open_store(folder, 10**6)
-    store.put(key_of(1), make_kv(1))
+    put(store, 1)
     child = os.fork()
     if child == 0:
         signal.alarm(20)
@@ -79,7 +80,7 @@ def use_after_fork(folder: Path | None) -> None:
         store.close()
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    store.put(key_of(2), make_kv(2))
+    put(store, 2)
     assert store.holds([key_of(1), key_of(2)]) == [True, True]
     store.close()
 

@@ -22,8 +22,9 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
-from cacheblend_rag.store.folder import owner_only, valid_key
+from cacheblend_rag.store.index import valid_key
 from cacheblend_rag.store.remote import Guard, RemoteSource
+from cacheblend_rag.store.tiers import owner_only
 
 __all__ = ["FsspecTier"]
 

@@ -12,7 +12,7 @@ from redis.retry import Retry
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
-from cacheblend_rag.store.folder import valid_key
+from cacheblend_rag.store.index import valid_key
 from cacheblend_rag.store.remote import Guard, RemoteSource
 
 __all__ = ["RedisTier"]

@@ -18,8 +18,7 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.folder import locked
-from cacheblend_rag.store.index import Index
+from cacheblend_rag.store.index import Index, locked
 from cacheblend_rag.store.names import (
     Names,
     NamesSource,

@@ -23,8 +23,8 @@ from cacheblend_lab.cli.options import parse_counts
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import NodeRecord, open_store
 from cacheblend_rag.store.base import Later
-from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.tiers import DiskTier
 
 __all__ = ["make_index", "measure"]
 
