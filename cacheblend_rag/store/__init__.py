@@ -10,12 +10,12 @@ from pathlib import Path
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.store.base import KVReader, Later, NameChanges, NodeRecord, StoreStats
 from cacheblend_rag.store.index import is_store
-from cacheblend_rag.store.kvstore import KVStore
-from cacheblend_rag.store.names import Names, NamesSource
+from cacheblend_rag.store.kvstore import KVStore, StoreStats
+from cacheblend_rag.store.memory import KVReader, RamReader, RamTier, part_of
+from cacheblend_rag.store.names import Later, NameChanges, Names, NamesSource, NodeRecord
 from cacheblend_rag.store.remote import RemoteTier, open_remote
-from cacheblend_rag.store.tiers import DiskTier, RamTier
+from cacheblend_rag.store.tiers import DiskTier
 
 __all__ = [
     "CheckReport",
@@ -25,10 +25,12 @@ __all__ = [
     "NameChanges",
     "Names",
     "NodeRecord",
+    "RamReader",
     "StoreStats",
     "check_store",
     "open_remote",
     "open_store",
+    "part_of",
 ]
 
 

@@ -13,7 +13,6 @@ The folder of a store::
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -27,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.files import replace_text
+from cacheblend_rag.files import locked, replace_text
 
-__all__ = ["KEY", "Index", "drop_entries", "is_store", "locked", "owner_of", "storing", "valid_key"]
+__all__ = ["KEY", "Index", "drop_entries", "is_store", "owner_of", "storing", "valid_key"]
 
 _FORMAT, _FORMAT_VERSION = "cacheblend-rag store", 3
 _MARK = "store.json"
@@ -38,7 +37,6 @@ _MAKING = re.compile(r"store\.lock|\.store\.json\..*")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 KEY = re.compile(r"[0-9a-f]{8,128}")
-_POLL_S = 0.002
 
 # A reader waits for no writer, but for moments while a log is recovered or shortened.
 _READ_TIMEOUT_S = 1.0
@@ -115,26 +113,6 @@ def is_store(path: Path) -> bool:
     return True
 
 
-@contextmanager
-def locked(path: Path, until: float, otherwise: str) -> Iterator[None]:
-    """Hold a lock file, which is made if need be; StoreError if another process holds it until that `time.monotonic`."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise StoreError(otherwise) from None
-                time.sleep(_POLL_S)
-        yield
-    finally:
-        # Closing alone would leave it locked for as long as a child lives that was forked meanwhile.
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
-
-
 class Index:
     """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder.
 
@@ -144,7 +122,7 @@ class Index:
     def __init__(
         self,
         folder: Path | None = None,
-        remove: Callable[[str], object] | None = None,
+        remove: Callable[[str], None] | None = None,
         lock_timeout_s: float = 60.0,
     ) -> None:
         self._folder, self._remove = folder, remove
@@ -368,10 +346,16 @@ class Index:
                 os.close(os.open(folder / "index.sqlite", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
-        """Make the tables where there are none, and have files go with their entries."""
-        self._check_version(connection)
+        """Make the tables where there are none, unless another version made some, and have files go with their entries."""
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        is_new = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        if version != _VERSION and not is_new:
+            raise StoreFormatError(
+                f"index {self._path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; "
+                "remove the store folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+            )
         connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
-        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+        if is_new:
             connection.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_s * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             for statement in re.split(r"\n(?=CREATE|INSERT)", _SCHEMA.strip()):
@@ -385,16 +369,6 @@ class Index:
             connection.create_function("remove_file", 1, self._remove)
             connection.execute(
                 "CREATE TEMP TRIGGER entry_dropped AFTER DELETE ON main.entries BEGIN SELECT remove_file(old.key); END"
-            )
-
-    def _check_version(self, connection: sqlite3.Connection) -> None:
-        """Raise `StoreFormatError` if an index that is not empty was written by another version."""
-        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-        if version != _VERSION and not is_empty:
-            raise StoreFormatError(
-                f"index {self._path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; "
-                "remove the store folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
             )
 
     @contextmanager

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from typing import TypeVar
@@ -13,19 +14,40 @@ from typing import TypeVar
 from cacheblend_rag.codec import Codec, PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, Later, NodeRecord, PromotingReader, RamReader, StoreStats, packed_kv
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.index import Index, valid_key
-from cacheblend_rag.store.names import Names, NamesSource
-from cacheblend_rag.store.offsite import Offsite
+from cacheblend_rag.store.memory import Entry, KVReader, PromotingReader, RamReader, RamTier, packed_kv
+from cacheblend_rag.store.names import Later, Names, NamesSource, NodeRecord
 from cacheblend_rag.store.remote import RemoteTier
-from cacheblend_rag.store.tiers import DiskTier, Entry, RamTier
+from cacheblend_rag.store.tiers import DiskTier, Offsite
 
-__all__ = ["KVStore"]
+__all__ = ["KVStore", "StoreStats"]
 
 _log = getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Figures of a store, or of what one tenant has in it; evictions count since the store was opened.
+
+    Attributes
+    ----------
+    nodes, entries : int
+        Named chunks of all models, and chunks whose KV is held.
+    ram_bytes, disk_bytes : int
+        Bytes of KV in RAM, and of files on disk.
+    evictions, ram_evictions : int
+        Entries dropped for room, and copies dropped for room in RAM. Without a folder both count what is dropped from RAM.
+    """
+
+    nodes: int
+    entries: int
+    ram_bytes: int
+    disk_bytes: int
+    evictions: int
+    ram_evictions: int
 
 
 class KVStore:
@@ -95,7 +117,7 @@ class KVStore:
         return PromotingReader(remote, self._ram.codec, partial(self._bring_back, key, was_named))
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "") -> None:
-        """Keep `kv` while a name leads to `key`, on disk if there is a folder, unless it is there; `StoreFullError` without room."""
+        """Keep `kv`, on disk if there is a folder, while a name leads to `key`; `StoreFullError` without room."""
         self._check(key)
         self._store(key, kv, tenant)
 

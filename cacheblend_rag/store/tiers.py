@@ -1,4 +1,4 @@
-"""The tiers of this machine: RAM, and a folder of chunk files with the index of them."""
+"""The tiers below RAM: a folder of chunk files with the index of them, and a remote tier, which may fail at any time."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import secrets
 import shutil
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-
-from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv
-from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
-from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.codec import Codec, PackedKV, make_codec
+from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError, StoreFullError
+from cacheblend_rag.files import owner_only
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.index import KEY, Index, drop_entries, storing, valid_key
+from cacheblend_rag.store.remote import RemoteTier
 
-__all__ = ["DiskTier", "Entry", "RamTier", "owner_only"]
+__all__ = ["DiskTier", "Offsite"]
 
 _log = getLogger(__name__)
 
@@ -42,116 +41,9 @@ _ROOM_MADE = 4
 _DAMAGED = (
     "KV in %s is damaged and computed again: %s (this warning is not repeated; `cacheblend-rag store check` finds all)"
 )
-
-
-def owner_only(path: str, flags: int) -> int:
-    """Open a file that is made for its owner alone; an `opener` of `open`."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The KV of one chunk in RAM, and whose it is."""
-
-    kv: PackedKV
-    tenant: str = ""
-    # Whether it is good only as long as the disk holds it too.
-    is_copy: bool = False
-    # Whether it is still to be written: it stays as it is, and is not dropped for room.
-    waits: bool = False
-    # What KV without a name goes with: a namespace, and ids there.
-    tied: tuple[str, frozenset[str]] | None = None
-
-
-class RamTier:
-    """Chunk KV in RAM by key, at most `limit_bytes` packed by `codec`, the least recently used dropped first.
-
-    It is page-locked, for CUDA to copy without the processor, if that is wanted and possible. Any thread may call any method.
-    """
-
-    def __init__(self, limit_bytes: int, codec: Codec, page_locked: bool = False) -> None:
-        self.limit_bytes, self.codec = limit_bytes, codec
-        self.evicted: Counter[str] = Counter()
-        self._page_locked = page_locked
-        self._lock = threading.RLock()
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._used_bytes = 0
-
-    def get(self, key: str) -> Entry | None:
-        """Return what is held under `key` and mark it as recently used."""
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-            return self._entries.get(key)
-
-    def peek(self, key: str) -> Entry | None:
-        return self._entries.get(key)
-
-    def keep(self, key: str, kv: ChunkKV | PackedKV, tenant: str = "", **role: Any) -> bool:
-        """Keep KV, dropping the least recently used for room; return whether there was any. `role` is as in `Entry`."""
-        if role.get("waits"):
-            packed = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
-        else:
-            packed = pack_kv(kv, self.codec)
-            packed = self._settled(packed) if packed.nbytes <= self.limit_bytes else packed
-        nbytes = packed.nbytes
-        with self._lock:
-            self.drop([key])
-            if nbytes > self.limit_bytes:
-                return False
-            while self._used_bytes + nbytes > self.limit_bytes:
-                oldest = next((each for each, entry in self._entries.items() if not entry.waits), None)
-                if oldest is None:
-                    return False
-                self.evicted[self._entries[oldest].tenant] += 1
-                self.drop([oldest])
-            self._entries[key] = Entry(packed, tenant, **role)
-            self._used_bytes += nbytes
-            return True
-
-    def drop(self, keys: Iterable[str]) -> None:
-        with self._lock:
-            for entry in filter(None, [self._entries.pop(key, None) for key in keys]):
-                self._used_bytes -= entry.kv.nbytes
-
-    def keys(self, tenant: str | None = None, copies: bool = False) -> list[str]:
-        """Return all keys, or those of a tenant, or of what is a copy."""
-        with self._lock:
-            entries = [each for each in self._entries.items() if tenant in (None, each[1].tenant)]
-        return [key for key, entry in entries if entry.is_copy or not copies]
-
-    def tied(self, namespace: str, ids: Collection[str]) -> list[str]:
-        """Return the keys of what is tied to one of the ids."""
-        with self._lock:
-            ties = [(key, entry.tied) for key, entry in self._entries.items() if entry.tied is not None]
-        return [key for key, (space, own) in ties if space == namespace and not own.isdisjoint(ids)]
-
-    def nbytes(self, tenant: str | None = None) -> int:
-        with self._lock:
-            return sum(entry.kv.nbytes for entry in self._entries.values() if tenant in (None, entry.tenant))
-
-    def _settled(self, kv: PackedKV) -> PackedKV:
-        """Return KV in memory of its own, page-locked if that is wanted and possible."""
-
-        def settled(part: torch.Tensor, layer: PackedLayer) -> torch.Tensor:
-            try:
-                if self._page_locked:
-                    return part.pin_memory()
-            except RuntimeError as error:
-                self._page_locked = False
-                _log.warning(
-                    "KV is kept in ordinary memory, since page-locked memory is unavailable: %s (set page_locked=False, or a "
-                    "smaller ram_bytes; this warning is not repeated)",
-                    str(error).partition("\n")[0],
-                )
-            # What is a view into something larger, but not of its layer alone, as read from a file, would keep that uncounted.
-            return part.clone() if part.untyped_storage().nbytes() > layer.nbytes else part
-
-        layers = [
-            replace(layer, parts={name: settled(part, layer) for name, part in layer.parts.items()})
-            for layer in kv.layers
-        ]
-        return PackedKV(kv.token_ids, kv.start, layers, kv.context)
+# What a tier that does not answer is asked for, and how often: first, and at least.
+_NO_KEY = "0" * 32
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.1, 2.0
 
 
 class DiskTier:
@@ -403,3 +295,149 @@ class DiskTier:
         self._warn_once(_DAMAGED, self.path, reason)
         with suppress(StoreError):
             self.drop_damaged(key, wait=False)
+
+
+class Offsite:
+    """Reads from a remote tier, and has what `local` returns of a key uploaded; None is for what is not held any more."""
+
+    def __init__(self, tier: RemoteTier, local: Callable[[str], PackedKV | None]) -> None:
+        self._tier, self._local = tier, local
+        self._uploads = ThreadPoolExecutor(1, "cacheblend-upload")
+        self._changed = threading.Condition()
+        self._uploading: str | None = None
+        self._undropped: set[str] = set()
+        self._is_out = self._has_failed = self._closed = False
+        self._mender: threading.Thread | None = None
+
+    def open(self, key: str) -> ChunkFile | None:
+        """Return what is held under `key`, its head verified, or None."""
+        if key in self._undropped or self._is_out:
+            return None
+        try:
+            source = self._tier.open(key)
+            return None if source is None else ChunkFile(source, key)
+        except RemoteUnavailableError as error:
+            self._tell(error)
+        except ChunkReadError as error:
+            if isinstance(error.__cause__, RemoteUnavailableError):
+                self._tell(error.__cause__)
+            elif error.damaged:
+                _log.warning("remote KV is dropped: %s", error)
+                self.drop([key], wait=False)
+            else:
+                _log.warning("remote KV is left alone: %s", error)
+        return None
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether something is held under it; False where the tier does not answer."""
+        try:
+            found = self._tier.holds(keys) if keys and not self._is_out else [False] * len(keys)
+        except RemoteUnavailableError as error:
+            self._tell(error)
+            return [False] * len(keys)
+        return [there and key not in self._undropped for key, there in zip(keys, found, strict=True)]
+
+    def put(self, key: str) -> None:
+        """Have KV uploaded in the background; until then it may be evicted here, and is not uploaded."""
+        with suppress(RuntimeError):  # Python ends, or the store is closed
+            self._uploads.submit(self._upload, key)
+
+    def drop(self, keys: Iterable[str], wait: bool = True) -> None:
+        """Remove what is held under the keys, for all machines; nothing is read from there under these keys from now on.
+
+        Without `wait`, or where the tier does not answer, that is done in the background, as soon as it can.
+        """
+        with self._changed:
+            self._undropped.update(keys)
+        if not wait:
+            self._mend_later()
+        elif not self._is_out:
+            try:
+                self._remove()
+            except RemoteUnavailableError as error:
+                self._tell(error)
+
+    def flush(self) -> None:
+        """Wait until everything that waits is uploaded."""
+        with suppress(RuntimeError):
+            self._uploads.submit(int).result()
+
+    def close(self) -> None:
+        """Upload what waits, remove what is still to be removed, and release connections."""
+        self._uploads.shutdown()
+        self._closed = True
+        with suppress(RemoteUnavailableError):
+            self._remove()
+        if self._undropped:
+            _log.warning(
+                "%d deleted chunks are still held by %s, which does not answer; they expire there if it has a time to live",
+                len(self._undropped),
+                self._tier.location,
+            )
+        self._tier.close()
+
+    def _tell(self, error: RemoteUnavailableError) -> None:
+        with self._changed:
+            was_out, self._is_out = self._is_out, True
+        if not was_out and not self._closed:
+            _log.warning("%s; its KV counts as not stored, and nothing is uploaded, until it answers again", error)
+        self._mend_later()
+
+    def _mend_later(self) -> None:
+        with self._changed:
+            if not self._closed and (self._mender is None or not self._mender.is_alive()):
+                self._mender = threading.Thread(target=self._mend, name="cacheblend-remote", daemon=True)
+                self._mender.start()
+
+    def _mend(self) -> None:
+        """Ask the tier until it answers, and remove what is to be removed."""
+        wait_s = _FIRST_PROBE_S if self._is_out else 0.0
+        while not self._closed:
+            time.sleep(wait_s)
+            with self._changed:
+                if not self._undropped and not self._is_out:
+                    self._mender = None
+                    return
+            try:
+                self._remove()
+                self._tier.holds([_NO_KEY])
+            except RemoteUnavailableError as error:
+                self._tell(error)
+                wait_s = min(max(2 * wait_s, _FIRST_PROBE_S), _LAST_PROBE_S)
+            else:
+                self._is_out, wait_s = False, 0.0
+
+    def _remove(self) -> None:
+        """Remove what is to be removed."""
+        with self._changed:
+            # What is on its way arrives first, or it would put back what is removed.
+            self._changed.wait_for(lambda: self._uploading not in self._undropped)
+            keys: Collection[str] = set(self._undropped)
+        if keys:
+            self._tier.drop(sorted(keys))
+            with self._changed:
+                self._undropped.difference_update(keys)
+
+    def _upload(self, key: str) -> None:
+        with self._changed:
+            self._uploading, is_undropped = key, key in self._undropped
+        try:
+            kv = None if self._is_out else self._local(key)
+            if kv is not None:
+                if is_undropped:
+                    # Damaged bytes would be taken for what is put: whether that is there already is judged by its size.
+                    self._tier.drop([key])
+                self._tier.put(key, encode_chunk(key, kv))
+                if is_undropped and self._local(key) is not None:
+                    with self._changed:
+                        self._undropped.discard(key)
+            self._has_failed = False
+        except Exception as error:
+            # One that refuses to be written is still read.
+            self.holds([_NO_KEY])
+            if not self._is_out and not self._has_failed:
+                _log.warning("chunk KV %s… was not uploaded: %s", key[:12], error)
+            self._has_failed = True
+        with self._changed:
+            self._uploading = None
+            self._changed.notify_all()

@@ -21,8 +21,7 @@ from pathlib import Path
 from cacheblend_lab.bench.runner import Figures, Row, Say, percentile, seconds_of
 from cacheblend_lab.cli.options import parse_counts
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store import NodeRecord, open_store
-from cacheblend_rag.store.base import Later
+from cacheblend_rag.store import Later, NodeRecord, open_store
 from cacheblend_rag.store.names import Names
 from cacheblend_rag.store.tiers import DiskTier
 
