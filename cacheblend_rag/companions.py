@@ -18,8 +18,7 @@ from itertools import chain
 import numpy as np
 
 from cacheblend_rag.chunk import HEAD_PREFIX, chunk_key, context_digest
-from cacheblend_rag.store import Names
-from cacheblend_rag.store.base import Later, NodeRecord
+from cacheblend_rag.store import Later, Names, NodeRecord
 
 __all__ = ["Companions", "Nearness"]
 

@@ -124,7 +124,7 @@ class StoreFullError(StoreError):
 
 
 class StoreReadOnlyError(StoreError):
-    """A write to a store folder that is not writable."""
+    """A store folder that may not be written."""
 
 
 class RemoteUnavailableError(StoreError, OSError):

@@ -24,7 +24,7 @@ from cacheblend_rag.kv import LayerKV, Rotation, RotationTable, shift_layer
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.report import LayerTimes
-from cacheblend_rag.store.base import KVReader
+from cacheblend_rag.store import KVReader
 
 __all__ = ["LayerLoader", "compute_alone"]
 

@@ -8,8 +8,7 @@ from typing import Literal
 from cacheblend_rag.chunk import HEAD_PREFIX, text_hash
 from cacheblend_rag.encode import Target
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.store import NodeRecord
-from cacheblend_rag.store.base import Later
+from cacheblend_rag.store import Later, NodeRecord
 
 __all__ = ["AssembledPrompt", "PromptChunk", "PromptHead"]
 

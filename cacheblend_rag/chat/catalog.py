@@ -14,7 +14,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, is_part, text_hash
 from cacheblend_rag.engine import Library
 from cacheblend_rag.errors import BackendError, StoreError
 from cacheblend_rag.lexer import MARK, lexer_of
-from cacheblend_rag.store.base import NameChanges
+from cacheblend_rag.store import NameChanges
 
 __all__ = ["HEAD_CHARS", "ChunkCatalog", "ChunkFinder", "catalog_of"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +17,7 @@ from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.settings import kv_folder
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError, needs_extra
+from cacheblend_rag.files import locked
 from cacheblend_rag.lexer import lexer_of
 from cacheblend_rag.store import KVStore, open_store
 
@@ -253,15 +253,9 @@ def _chunk(id: str, text: str, about: Mapping[str, Any]) -> Chunk:
     return Chunk(text, id, document=str(about["source"]), start=int(str(about["start"])))
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path) -> AbstractContextManager[None]:
     """Keep other processes from changing the library meanwhile."""
-    with open(folder / "warm.lock", "w", encoding="ascii") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(f"another process is changing {folder}; wait until it is done") from error
-        yield
+    return locked(folder / "warm.lock", 0.0, f"another process is changing {folder}; wait until it is done")
 
 
 def _is_below(source: str, roots: list[str]) -> bool:

@@ -75,7 +75,7 @@ class BlendEngine(ChunkLibrary):
     UnsupportedModelError
         If the model cannot be blended and ``config.strict`` is set.
     StoreFormatError, StoreReadOnlyError
-        If the folder is no store, is one of another version, or none can be made there. Where a store cannot be opened for
+        If the folder is no store, is one of another version, or is not writable. Where a store cannot be opened for
         another reason (damage, a full disk, a lock), a warning says so, and RAM takes its place.
     """
 

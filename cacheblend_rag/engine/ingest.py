@@ -397,7 +397,7 @@ class Ingest:
     def _keep(self, batch: Batch) -> None:
         """Store KV whose names were recorded before it was encoded; they may be gone by now."""
         for text, kv in batch:
-            self._store.put(text.key, kv, tenant=self._tenant, is_named=True)
+            self._store.put(text.key, kv, tenant=self._tenant)
 
     def _measure(self, texts: Sequence[_Text]) -> tuple[int, int, float]:
         """Return the bytes that the KV of texts would take in RAM and on disk, and the seconds that their batches would take."""

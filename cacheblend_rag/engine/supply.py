@@ -19,9 +19,7 @@ from cacheblend_rag.errors import BackendError, ChunkReadError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.prefixes import PrefixCache
 from cacheblend_rag.prompt import PromptChunk, PromptHead
-from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.base import part_of
-from cacheblend_rag.store.memory import RamReader
+from cacheblend_rag.store import KVReader, RamReader, part_of
 
 __all__ = ["KVSupply"]
 

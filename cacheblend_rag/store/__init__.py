@@ -10,13 +10,12 @@ from pathlib import Path
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.store.base import KVReader, Later, NameChanges, NodeRecord, StoreStats
-from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.folder import StoreFolder
-from cacheblend_rag.store.kvstore import KVStore
-from cacheblend_rag.store.memory import RamTier
-from cacheblend_rag.store.names import Names, NamesSource
+from cacheblend_rag.store.index import is_store
+from cacheblend_rag.store.kvstore import KVStore, StoreStats
+from cacheblend_rag.store.memory import KVReader, RamReader, RamTier, part_of
+from cacheblend_rag.store.names import Later, NameChanges, Names, NamesSource, NodeRecord
 from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store.tiers import DiskTier
 
 __all__ = [
     "CheckReport",
@@ -26,10 +25,12 @@ __all__ = [
     "NameChanges",
     "Names",
     "NodeRecord",
+    "RamReader",
     "StoreStats",
     "check_store",
     "open_remote",
     "open_store",
+    "part_of",
 ]
 
 
@@ -80,7 +81,7 @@ def open_store(
     StoreFormatError
         If the folder is anything but a store or empty, or in a format that this version does not read. Nothing is changed in it.
     StoreReadOnlyError
-        If the folder is not a store and is not writable. One that holds a store is opened for reading.
+        If the folder is not writable.
     StoreError
         If the store cannot be opened: it is damaged, out of reach, locked for too long, or its disk is full.
     """
@@ -91,7 +92,7 @@ def open_store(
     source = _names_at(names) if isinstance(names, str) else names
     disk = None
     if location is not None:
-        disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, False, lock_timeout_s)
+        disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, lock_timeout_s)
     return KVStore(ram, disk, codec, tier, source)
 
 
@@ -127,12 +128,12 @@ class CheckReport:
 def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     """Read and verify everything in a store folder, which others may use.
 
-    With `repair` KV that is damaged is dropped, files that belong to no entry are removed, and the index is shrunk.
+    With `repair` KV that is damaged is dropped, files that belong to no entry are removed.
     """
     report, path = CheckReport(), Path(location).expanduser()
-    if not path.exists() or not StoreFolder(path).is_made:
+    if not path.exists() or not is_store(path):
         raise StoreError(f"there is no store in {path}; give the folder of one")
-    with closing(DiskTier(path, read_only=not repair)) as tier:
+    with closing(DiskTier(path)) as tier:
         tier.index.check()
         for key, nbytes in tier.index.entries():
             flaw = tier.flaw(key, every_byte=True)
@@ -143,7 +144,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
             elif tier.with_room(partial(tier.drop_damaged, key)) if repair else tier.index.holds([key])[0]:
                 report.problems.append(flaw)
                 report.freed_bytes += nbytes if repair else 0
-        for file, own in tier.folder.files():
+        for file, own in tier.files():
             if own is None:
                 report.problems.append(f"{file} does not belong to the store; move it elsewhere")
             # A file has its entry before others see it, or has none because its writer was killed.
@@ -151,6 +152,4 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
                 report.freed_bytes += tier.remove_orphan(own) or 0
         report.names = tier.index.share()[2]
         report.repaired = repair and bool(report.problems)
-        if repair:
-            tier.index.shrink(vacuum=True)
     return report

@@ -46,7 +46,7 @@ from cacheblend_rag.codec import (
 )
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader
+from cacheblend_rag.store.memory import KVReader
 
 __all__ = ["ByteSource", "ChunkFile", "EncodedChunk", "FileSource", "encode_chunk", "pack_tokens", "unpack_tokens"]
 

@@ -1,7 +1,18 @@
-"""The index of a store: an SQLite database of what is in its files, whose it is, and what chunks are called."""
+"""The index of a store: an SQLite database of what is in its files, whose it is, and what chunks are called.
+
+The folder of a store::
+
+    store.json        the format and its version
+    store.lock        held while a process opens the index
+    index.sqlite      what the files hold, and the names (and its -wal and -shm)
+    kv/ab/KEY…        one file a chunk, called by its key, in a folder named by the key's first two digits
+    tmp/              files not yet in their place
+    reserve           room on the disk, given up so that things can be deleted when it is full
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,17 +24,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.folder import StoreFolder, locked, storing
+from cacheblend_rag.files import locked, replace_text
 
-__all__ = ["Index", "drop_entries"]
+__all__ = ["KEY", "Index", "drop_entries", "is_store", "owner_of", "storing", "valid_key"]
+
+_FORMAT, _FORMAT_VERSION = "cacheblend-rag store", 3
+_MARK = "store.json"
+# What a process that was killed while making a store may have left before the mark was in place.
+_MAKING = re.compile(r"store\.lock|\.store\.json\..*")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+KEY = re.compile(r"[0-9a-f]{8,128}")
 
 # A reader waits for no writer, but for moments while a log is recovered or shortened.
 _READ_TIMEOUT_S = 1.0
-# Fewer unused pages than this, of 4 KiB each, are left for what is written next.
-_TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
 _READ_CACHE_BYTES = 16 * 1024**2
 # How long answers wait for who writes, and how long they do not once that was in vain.
@@ -37,18 +53,80 @@ _VERSION = 11
 _SCHEMA = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
 
 
+def valid_key(key: str) -> str:
+    """Return `key` if it is 8 to 128 lower-case hexadecimal digits; StoreError otherwise."""
+    if not KEY.fullmatch(key):
+        raise StoreError(f"{key[:140]!r} is not a store key: a key is 8 to 128 lower-case hexadecimal digits")
+    return key
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn the errors of writing below `path` into the store's own."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFullError(
+                f"no space left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)"
+            ) from error
+        if error.errno in _READ_ONLY:
+            raise StoreReadOnlyError(
+                f"store folder {path} is not writable ({error.strerror}); give a writable one"
+            ) from error
+        raise StoreError(f"store folder {path} cannot be written: {error}") from error
+
+
+def is_store(path: Path) -> bool:
+    """Return whether a folder is a store of this version; False where one can be made."""
+    names: list[str] = []
+    mark: object = None
+    try:
+        names = sorted(name for name in os.listdir(path) if not _MAKING.fullmatch(name))
+        mark = json.loads((path / _MARK).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        raise StoreFormatError(f"{path} is a file; a store needs a folder") from None
+    except ValueError:
+        mark = "damaged"
+    except OSError as error:
+        raise StoreError(f"store folder {path} cannot be read: {error}") from error
+    if not names:
+        return False
+    if mark is None:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        raise StoreFormatError(
+            f"folder {path} is not a store and holds other files ({shown}); give an empty or a new folder"
+        )
+    if not isinstance(mark, dict) or mark.get("format") != _FORMAT:
+        raise StoreFormatError(
+            f"{path / _MARK} is damaged or was not written by cacheblend-rag; give another folder, "
+            "or remove this one and warm a new store"
+        )
+    version = mark.get("version")
+    if type(version) is not int or version != _FORMAT_VERSION:
+        raise StoreFormatError(
+            f"store folder {path} is in format version {version!r}, but this cacheblend-rag reads version {_FORMAT_VERSION}; "
+            "remove the folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+        )
+    return True
+
+
 class Index:
     """One connection that reads and one that writes, so that no look-up waits for a commit; in memory without a folder.
 
-    The file of an entry goes in the transaction that drops the entry.
+    The file of an entry is removed, by `remove`, in the transaction that drops the entry.
     """
 
     def __init__(
-        self, folder: StoreFolder | None = None, read_only: bool = False, lock_timeout_s: float = 60.0
+        self,
+        folder: Path | None = None,
+        remove: Callable[[str], None] | None = None,
+        lock_timeout_s: float = 60.0,
     ) -> None:
-        self.folder = folder
-        self.read_only = read_only
-        self._path = None if folder is None else folder.index_path
+        self._folder, self._remove = folder, remove
+        self._path = None if folder is None else folder / "index.sqlite"
         self._lock_timeout_s = lock_timeout_s
         self._busy_until = 0.0
         self._process = os.getpid()
@@ -58,11 +136,21 @@ class Index:
         self._write_lock = threading.Lock() if folder else self._read_lock
         self._connections: dict[str, sqlite3.Connection] = {}
         # Which file they have open.
-        self._opened: Any = None
+        self._opened: tuple[int, int] | None = None
         self._finalizer = weakref.finalize(self, _disconnect, self._connections)
         if folder is None:
             self._connections["reader"] = self._connections["writer"] = connection = _connect(":memory:")
             self._set_up(connection)
+            return
+        if not is_store(folder):
+            with storing(folder):
+                # Made here, so that whether it may be written can be seen; its parts are made later.
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parts = (folder, folder / "kv", folder / "tmp", folder / "index.sqlite")
+        if not all(os.access(part, os.W_OK) for part in parts if part.exists()):
+            raise StoreReadOnlyError(
+                f"store folder {folder} is not writable; give a writable folder, or a writable copy of it"
+            )
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -85,8 +173,6 @@ class Index:
     def write(self, wait: bool = True, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, rolled back by an error; without `wait` it is soon an error if another one is under way."""
         self.check_open()
-        if self.read_only and self.folder is not None:
-            raise StoreReadOnlyError(f"store folder {self.folder.path} is not writable; it can only be read")
         started = time.monotonic()
         briefly_s = 0.0 if started < self._busy_until else _BRIEFLY_S
         timeout_s = self._lock_timeout_s if wait or self._path is None else briefly_s
@@ -125,30 +211,6 @@ class Index:
         with self._translating():
             if found:
                 raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
-
-    def shrink(self, vacuum: bool = False) -> int:
-        """Bring the log into the database, if no process is in the way and the disk has room for that; return the bytes freed.
-
-        With `vacuum` room that is not used is given back to the disk too, if there is much of it.
-        """
-        if self._path is None:
-            return 0
-        log = self._path.with_name(self._path.name + "-wal")
-        before = _size(log)
-        with self._write_lock, self._translating():
-            try:
-                connection = self._current("writer")
-                connection.execute("PRAGMA busy_timeout=1000")
-                pages, free = (
-                    connection.execute(f"PRAGMA {each}_count").fetchone()[0] for each in ("page", "freelist")
-                )
-                if vacuum and free * 4 > pages and free > _TIDY_PAGES:
-                    connection.execute("VACUUM")
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            except _ERRORS as error:
-                if not any(word in str(error) for word in ("locked", "busy", "full")):
-                    raise
-        return before - _size(log)
 
     def close(self) -> None:
         """Close both connections; in a forked child they are the parent's."""
@@ -189,18 +251,10 @@ class Index:
         [(entries, nbytes, names)] = self.rows(query + "WHERE ?1 IS NULL OR tenant = ?1", tenant)
         return int(entries), int(nbytes), int(names)
 
-    def add(
-        self,
-        key: str,
-        nbytes: int,
-        tenant: str,
-        limit_bytes: int,
-        place: Callable[[], None],
-        wanted: Callable[[sqlite3.Connection], bool] | None = None,
-    ) -> dict[str, str]:
-        """Give `key` its entry and file if it is `wanted`; return what is dropped for room, and whose it was."""
+    def add(self, key: str, nbytes: int, tenant: str, limit_bytes: int, place: Callable[[], None]) -> dict[str, str]:
+        """Give `key` its entry and file if a name leads to it; return what is dropped for room, and whose it was."""
         with self.write() as connection:
-            if wanted is not None and not wanted(connection):
+            if owner_of(connection, key) is None:
                 return {}
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", (key, nbytes, time.time_ns(), tenant))
@@ -246,30 +300,26 @@ class Index:
     def _current(self, kind: str) -> sqlite3.Connection:
         """Return the reading or the writing connection, to the index that was opened first."""
         if self._path is not None:
-            now = _identity(self._path, self.read_only)
-            # Where it can only be read, another process may have changed it.
-            if self._opened and not self.read_only and now != self._opened:
+            if self._opened and _identity(self._path) != self._opened:
                 raise StoreError(
                     f"index {self._path} was removed or replaced while it was in use; open the store again, and add "
                     "the documents whose KV is to be there"
                 )
-            if kind not in self._connections or now != self._opened:
-                if kind in self._connections:
-                    self._connections.pop(kind).close()
-                self._connections[kind] = self._read_only() if self.read_only else self._writable()
-                self._opened = now if self.read_only else _identity(self._path, False)
+            if kind not in self._connections:
+                self._connections[kind] = self._connected()
+                self._opened = _identity(self._path)
         return self._connections[kind]
 
-    def _writable(self) -> sqlite3.Connection:
-        assert self.folder is not None
-        path, until = self.folder.path, time.monotonic() + self._lock_timeout_s
+    def _connected(self) -> sqlite3.Connection:
+        assert self._folder is not None
+        path, until = self._folder, time.monotonic() + self._lock_timeout_s
         with storing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         otherwise = (
             f"another process has been opening the store in {path} for more than {self._lock_timeout_s:g} s; end it"
         )
         with locked(path / "store.lock", until, otherwise):
-            self.folder.prepare()
+            self._make_parts(path)
             connection = _connect(str(self._path))
             try:
                 # What is deleted is overwritten: token ids are text. The log is brought in early, while there is room.
@@ -281,11 +331,31 @@ class Index:
                 raise
         return connection
 
+    def _make_parts(self, folder: Path) -> None:
+        """Make the parts that are missing."""
+        with storing(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (folder / _MARK).exists():
+                replace_text(folder / _MARK, json.dumps({"format": _FORMAT, "version": _FORMAT_VERSION}), private=True)
+            for name in ("kv", "tmp"):
+                (folder / name).mkdir(mode=0o700, exist_ok=True)
+            # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
+            # it would release the locks that this process's other connections hold on it, and a thread that closed the store
+            # elsewhere would take itself for the last.
+            with suppress(FileExistsError):
+                os.close(os.open(folder / "index.sqlite", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
     def _set_up(self, connection: sqlite3.Connection) -> None:
-        """Make the tables where there are none, and have files go with their entries."""
-        self._check_version(connection)
+        """Make the tables where there are none, unless another version made some, and have files go with their entries."""
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        is_new = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        if version != _VERSION and not is_new:
+            raise StoreFormatError(
+                f"index {self._path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; "
+                "remove the store folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+            )
         connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
-        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+        if is_new:
             connection.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_s * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             for statement in re.split(r"\n(?=CREATE|INSERT)", _SCHEMA.strip()):
@@ -295,46 +365,11 @@ class Index:
         connection.execute(f"PRAGMA busy_timeout={int(_READ_TIMEOUT_S * 1000)}")
         # Every table is asked now, so that an index without one is not found out later.
         connection.execute("SELECT 1 FROM entries, tenants").fetchone()
-        if self.folder is not None:
-            connection.create_function("remove_file", 1, self.folder.remove)
+        if self._remove is not None:
+            connection.create_function("remove_file", 1, self._remove)
             connection.execute(
                 "CREATE TEMP TRIGGER entry_dropped AFTER DELETE ON main.entries BEGIN SELECT remove_file(old.key); END"
             )
-
-    def _check_version(self, connection: sqlite3.Connection) -> None:
-        """Raise `StoreFormatError` if an index that is not empty was written by another version."""
-        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-        if version != _VERSION and not is_empty:
-            raise StoreFormatError(
-                f"index {self._path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; "
-                "remove the store folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
-            )
-
-    def _read_only(self) -> sqlite3.Connection:
-        assert self._path is not None
-        log = self._path.with_name(self._path.name + "-wal")
-        # Reading a database in WAL mode needs its -shm file, which often cannot be made here. As no process has it open then, it
-        # does not change either; a process that opens it later is noticed by what that does to the files.
-        for options in ("mode=ro", "immutable=1"):
-            connection = _connect(f"file:{quote(str(self._path.absolute()))}?{options}", uri=True)
-            try:
-                connection.execute("SELECT 1 FROM tenants").fetchone()
-                self._check_version(connection)
-                return connection
-            except sqlite3.OperationalError:
-                connection.close()
-                if options == "immutable=1":
-                    raise
-                if _size(log):
-                    raise StoreError(
-                        f"index {self._path} cannot be read without merging {log.name}; open the store once with write access "
-                        "to the folder"
-                    ) from None
-            except BaseException:
-                connection.close()
-                raise
-        raise AssertionError
 
     @contextmanager
     def _translating(self) -> Iterator[None]:
@@ -358,7 +393,7 @@ class Index:
                     f"index {where} is locked: another process has been writing to it for too long"
                 ) from error
             if "readonly" in text:
-                raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
+                raise StoreReadOnlyError(f"index {where} is not writable; give the store a writable folder") from error
             if any(sign in text for sign in _DAMAGE):
                 text = f"damaged ({text}); remove the store folder and add the documents again: a store is a cache"
             elif "disk I/O" in text:
@@ -377,6 +412,13 @@ def drop_entries(connection: sqlite3.Connection, keys: Iterable[str]) -> None:
     connection.executemany("DELETE FROM entries WHERE key = ?", ((key,) for key in keys))
 
 
+def owner_of(connection: sqlite3.Connection, key: str) -> str | None:
+    """Return the tenant whose names lead to `key`, empty for none's; None if no name does."""
+    query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ?1 OR later = ?1 LIMIT 1"
+    found = connection.execute(query, (key,)).fetchone()
+    return None if found is None else str(found[0])
+
+
 def _oldest(connection: sqlite3.Connection, nbytes: int) -> dict[str, str]:
     victims = {}
     oldest = connection.execute("SELECT key, tenant, bytes FROM entries ORDER BY last_used")
@@ -392,19 +434,14 @@ def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
         connections.popitem()[1].close()
 
 
-def _connect(path: str, uri: bool = False) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri)
+def _connect(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=_READ_TIMEOUT_S, isolation_level=None, check_same_thread=False)
 
 
-def _identity(path: Path, read_only: bool) -> Any:
-    """Return what tells the file in a place from another one; where this process may not lock it, also whether it has changed."""
-    with suppress(FileNotFoundError):
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells the file in a place from another one."""
+    try:
         status = os.stat(path)
-        if not read_only:
-            return status.st_dev, status.st_ino
-        return status.st_ino, status.st_size, status.st_mtime_ns, _size(path.with_name(path.name + "-wal"))
-    return None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

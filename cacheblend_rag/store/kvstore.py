@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cacheblend_rag.codec import Codec, PackedKV, pack_kv
-from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, Later, NodeRecord, StoreStats, packed_kv
 from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.index import Index
-from cacheblend_rag.store.memory import Entry, PromotingReader, RamReader, RamTier
-from cacheblend_rag.store.names import Names, NamesSource, has_name
-from cacheblend_rag.store.offsite import Offsite
+from cacheblend_rag.store.index import Index, valid_key
+from cacheblend_rag.store.memory import Entry, KVReader, PromotingReader, RamReader, RamTier, packed_kv
+from cacheblend_rag.store.names import Later, Names, NamesSource, NodeRecord
 from cacheblend_rag.store.remote import RemoteTier
+from cacheblend_rag.store.tiers import DiskTier, Offsite
 
-__all__ = ["KVStore"]
+__all__ = ["KVStore", "StoreStats"]
 
 _log = getLogger(__name__)
 
 Result = TypeVar("Result")
-Wanted = Callable[[sqlite3.Connection], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Figures of a store, or of what one tenant has in it; evictions count since the store was opened.
+
+    Attributes
+    ----------
+    nodes, entries : int
+        Named chunks of all models, and chunks whose KV is held.
+    ram_bytes, disk_bytes : int
+        Bytes of KV in RAM, and of files on disk.
+    evictions, ram_evictions : int
+        Entries dropped for room, and copies dropped for room in RAM. Without a folder both count what is dropped from RAM.
+    """
+
+    nodes: int
+    entries: int
+    ram_bytes: int
+    disk_bytes: int
+    evictions: int
+    ram_evictions: int
 
 
 class KVStore:
@@ -55,7 +73,7 @@ class KVStore:
         self._offsite = None if remote is None else Offsite(remote, self._packed)
         self.is_private = disk is None and remote is None
         self.outlives_process = disk is not None
-        self.path = None if disk is None or disk.read_only else disk.folder.path
+        self.path = None if disk is None else disk.path
         self._writer = ThreadPoolExecutor(1, "cacheblend-write-back")
         self._process, self._closed = os.getpid(), False
         # Why KV of misses could not be stored, until `flush` tells it.
@@ -98,13 +116,24 @@ class KVStore:
         was_named = self._names.leading_to(key) is not None
         return PromotingReader(remote, self._ram.codec, partial(self._bring_back, key, was_named))
 
-    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", is_named: bool = False) -> None:
-        """Keep `kv` under `key`, on disk if there is a folder, unless that is held and sound; `StoreFullError` without room.
-
-        KV that `is_named` is only kept while a name leads to it.
-        """
+    def put(self, key: str, kv: ChunkKV | PackedKV, *, tenant: str = "", sends: bool = True) -> None:
+        """Keep `kv`, on disk if there is a folder, while a name leads to `key`, and upload it; `StoreFullError` without room."""
         self._check(key)
-        self._store(key, kv, tenant, partial(has_name, key) if is_named else None)
+        if self._disk is not None:
+            # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
+            kv = pack_kv(kv, self._disk.codec)
+            self._ram.drop(self._disk.put(key, kv, tenant))
+            self._keep_copy(key, tenant, kv)
+        else:
+            has_room = self._ram.keep(key, kv, tenant)
+            self._drop_nameless([key])
+            if not has_room:
+                raise StoreFullError(
+                    f"a chunk of {pack_kv(kv, self._ram.codec).nbytes} bytes exceeds the store's budget of "
+                    f"{self._ram.limit_bytes} bytes (ram_bytes)"
+                )
+        if self._offsite and sends:
+            self._offsite.put(key)
 
     def put_later(
         self,
@@ -149,8 +178,7 @@ class KVStore:
         if self._offsite:
             self._offsite.flush()
         failure, self._failure = self._failure, None
-        # Of a folder that is always read-only nothing is to be said.
-        if failure is not None and not isinstance(failure, StoreReadOnlyError):
+        if failure is not None:
             raise failure
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
@@ -166,7 +194,7 @@ class KVStore:
         return held
 
     def discard(self, key: str, wait: bool = True) -> None:
-        """Drop the KV under `key`; where others write and it is not to `wait`, or it is read-only, never open it again here."""
+        """Drop the KV under `key`; where others write and it is not to `wait`, never open it again here."""
         self._check()
         try:
             if self._disk is not None:
@@ -187,26 +215,21 @@ class KVStore:
         records = list(records)
         if not records:
             return [], set()
-        record = partial(self._names.record, namespace, records, tenant, whole)
-        found, changed, removed, dropped = self._names.change(lambda: self._with_room(record))
-        self._drop(dropped)
-        self._drop_tied(namespace, changed | removed)
+        found, changed, removed, dropped = self._change(self._names.record, namespace, records, tenant, whole)
+        self._drop(dropped, namespace, changed | removed)
         return found, changed
 
     def choose(self, namespace: str, laters: Mapping[str, Later]) -> None:
         """Note what the KV of named chunks behind others is read behind."""
         if laters:
-            choose = partial(self._names.choose, namespace, laters)
-            self._names.change(lambda: self._with_room(choose))
+            self._change(self._names.choose, namespace, laters)
 
     def forget(self, namespace: str, ids: Sequence[str]) -> int:
         """Remove names, and KV that loses its last one or goes with these ids; return how many names there were."""
         if not ids:
             return 0
-        remove = partial(self._names.remove, namespace, ids)
-        found, dropped = self._names.change(lambda: self._with_room(remove))
-        self._drop(dropped)
-        self._drop_tied(namespace, ids)
+        found, dropped = self._change(self._names.remove, namespace, ids)
+        self._drop(dropped, namespace, ids)
         return len(found)
 
     def clear(self, tenant: str | None = None) -> None:
@@ -260,6 +283,10 @@ class KVStore:
     def _with_room(self, write: Callable[[], Result]) -> Result:
         return write() if self._disk is None else self._disk.with_room(write)
 
+    def _change(self, write: Callable[..., Result], *arguments: Any) -> Result:
+        """Change names, in all machines that share them."""
+        return self._names.change(lambda: self._with_room(partial(write, *arguments)))
+
     def _find(self, key: str) -> Entry | tuple[ChunkFile, str] | None:
         """Return what is held here under a key, from RAM or disk, and mark it as used."""
         self._check()
@@ -279,26 +306,6 @@ class KVStore:
             return None if found is None else packed_kv(found[0])
         entry = self._ram.peek(key)
         return None if entry is None else pack_kv(entry.kv, self._codec)
-
-    def _store(self, key: str, kv: ChunkKV | PackedKV, tenant: str, wanted: Wanted | None, sends: bool = True) -> None:
-        """Keep KV on disk, or without one in RAM, unless `wanted`, called in a transaction, returns False; and upload it."""
-        if self._disk is not None:
-            # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
-            kv = pack_kv(kv, self._disk.codec)
-            self._ram.drop(self._disk.put(key, kv, tenant, wanted))
-            self._keep_copy(key, tenant, kv)
-        else:
-            has_room = self._ram.keep(key, kv, tenant)
-            if wanted is not None:
-                with self._index.read() as connection:
-                    self._ram.drop([] if wanted(connection) else [key])
-            if not has_room:
-                raise StoreFullError(
-                    f"a chunk of {pack_kv(kv, self._ram.codec).nbytes} bytes exceeds the store's budget of "
-                    f"{self._ram.limit_bytes} bytes (ram_bytes)"
-                )
-        if self._offsite and sends:
-            self._offsite.put(key)
 
     def _keep_copy(self, key: str, tenant: str, kv: PackedKV) -> None:
         """Keep in RAM what is on disk, unless it was dropped there meanwhile, or the store is closed."""
@@ -322,41 +329,39 @@ class KVStore:
         """Keep KV of a miss in RAM until it is written; what has no room there is written at once."""
         if self._disk is not None and self._ram.keep(key, kv, tenant, waits=True):
             with suppress(RuntimeError):  # Python ends, and starts no threads any more
-                self._writer.submit(self._write_waiting, key, sends)
+                self._writer.submit(self._write, key, None, tenant, sends)
                 return
         self._write(key, kv, tenant, sends)
 
-    def _write_waiting(self, key: str, sends: bool) -> None:
-        entry = self._ram.peek(key)
-        # What was deleted meanwhile is not there any more.
-        if entry is not None and not entry.is_copy:
-            self._write(key, entry.kv, entry.tenant, sends)
-
-    def _write(self, key: str, kv: ChunkKV | PackedKV, tenant: str, sends: bool = True) -> None:
-        """Store KV of a miss, unless its last name is gone; where that fails, it is kept in RAM."""
+    def _write(self, key: str, kv: ChunkKV | PackedKV | None, tenant: str, sends: bool) -> None:
+        """Store KV of a miss, or what waits in RAM; where that fails, it is kept there as long as it has a name."""
+        if kv is None:
+            entry = self._ram.peek(key)
+            if entry is None or entry.is_copy:
+                # It was deleted meanwhile.
+                return
+            kv = entry.kv
         try:
-            self._store(key, kv, tenant, partial(has_name, key), sends)
+            self.put(key, kv, tenant=tenant, sends=sends)
         except Exception as error:
             if self._disk is None and isinstance(error, StoreFullError):
                 return
             self._fail(error if isinstance(error, StoreError) else StoreError(f"KV was not written: {error!r}"))
             self._ram.keep(key, kv, tenant)
             with suppress(StoreError):
-                if self._names.leading_to(key) is None:
-                    self._ram.drop([key])
+                self._drop_nameless([key])
+
+    def _drop_nameless(self, keys: Iterable[str]) -> None:
+        self._ram.drop([key for key in keys if self._names.leading_to(key) is None])
 
     def _fail(self, error: StoreError) -> None:
         if self._failure is None:
             _log.warning("the KV of a miss was not stored, and is kept in the memory of this process only: %s", error)
         self._failure = self._failure or error
 
-    def _drop(self, keys: Collection[str]) -> None:
-        """Have every tier follow what a transaction has dropped."""
+    def _drop(self, keys: Collection[str], namespace: str = "", ids: Collection[str] = ()) -> None:
+        """Have every tier follow what a transaction has dropped, and RAM what goes with ids that are gone, or changed."""
         self._ram.drop(keys)
         if self._offsite and keys:
             self._offsite.drop(keys)
-
-    def _drop_tied(self, namespace: str, ids: Collection[str]) -> None:
-        """Drop what is in RAM without a name, where what it goes with is gone, or stands for something else."""
-        gone = self._ram.tied(namespace, ids)
-        self._ram.drop([key for key in gone if self._names.leading_to(key) is None])
+        self._drop_nameless(self._ram.tied(namespace, ids))

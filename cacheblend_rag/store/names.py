@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,16 +13,17 @@ import numpy as np
 
 from cacheblend_rag.chunk import chunk_key, context_digest
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.base import Later, NameChanges, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.index import Index, drop_entries
+from cacheblend_rag.store.index import Index, drop_entries, owner_of
 
 __all__ = [
     "MOST_UNPLACED",
+    "Later",
+    "NameChanges",
     "Names",
     "NamesSource",
+    "NodeRecord",
     "drop_nameless",
-    "has_name",
     "kv_of",
     "look_up",
     "members_of",
@@ -41,6 +42,54 @@ _AT_ONCE = 200
 _LAST = "\U0010ffff"
 _COLUMNS = "seq, id, key, text_hash, token_ids, separator, document, start, length, ends, later, behind"
 _READING_ORDER = "ORDER BY start IS NULL, start, seq"
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The KV of a chunk that stands behind another one in a prompt: its key, and what it is read behind, beside the preamble."""
+
+    key: str
+    behind: tuple[int, ...]
+    # The ids and keys of the chunks whose text is among that: with any of them the KV goes.
+    seen: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What the store knows of a named chunk, whether or not its KV is held at the moment."""
+
+    id: str
+    # Of its KV right behind the preamble, which serves the first chunk of a prompt.
+    key: str
+    # `cacheblend_rag.chunk.text_hash` of its text.
+    text_hash: str
+    token_ids: tuple[int, ...]
+    # Tokens after them of which there is KV too.
+    separator: tuple[int, ...] = ()
+    # The document that it is a piece of, and where its body begins there, in characters; None where that is not known.
+    document: str | None = None
+    start: int | None = None
+    # Characters of its body, and for each of its tokens how many of them have ended with it; only with a `start`.
+    length: int = 0
+    ends: tuple[int, ...] = field(default=(), compare=False)
+    # Of its KV behind another chunk; None where that is still to be chosen, or is the same.
+    later: Later | None = field(default=None, compare=False)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all of its KV."""
+        return (self.key,) if self.later is None else (self.key, self.later.key)
+
+
+@dataclass(frozen=True, slots=True)
+class NameChanges:
+    """What became of the names of a namespace since an earlier call; `mark` is what to ask with the next time."""
+
+    mark: int
+    # Whether these are all names, rather than those that changed.
+    whole: bool
+    # The number of each, which it keeps, its id, and the digest of its text; the number alone where it is gone.
+    names: list[tuple[int, str | None, str | None]]
 
 
 class Names:
@@ -127,9 +176,8 @@ class Names:
 
     def leading_to(self, key: str) -> str | None:
         """Return the tenant whose names lead to `key`, empty for none's; None if no name does."""
-        query = "SELECT ifnull(tenant, '') FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ?1 OR later = ?1 LIMIT 1"
-        found = self._rows(query, key)
-        return str(found[0][0]) if found else None
+        with self._database.read() as connection:
+            return owner_of(connection, key)
 
     def record(
         self, namespace: str, records: Sequence[NodeRecord], tenant: str = "", whole: bool = False
@@ -171,7 +219,7 @@ class Names:
                 write_names(connection, namespace, tenant, [head])
             laters = {id: later for id, later in chunks.items() if later is not None and later.key == key}
             write_laters(connection, namespace, laters)
-            return has_name(key, connection)
+            return owner_of(connection, key) is not None
 
     def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], list[str]]:
         """Remove names; return those that there were, and what KV was dropped."""
@@ -210,15 +258,9 @@ def _changes(
     return known, new, there - by_id.keys()
 
 
-def has_name(key: str, connection: sqlite3.Connection) -> bool:
-    """Return whether any name leads to a key."""
-    query = "SELECT 1 FROM nodes WHERE key = ?1 OR later = ?1 LIMIT 1"
-    return connection.execute(query, (key,)).fetchone() is not None
-
-
 def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
     """Drop the KV under those of the keys that no name leads to, and return these."""
-    nameless = [key for key in dict.fromkeys(keys) if not has_name(key, connection)]
+    nameless = [key for key in dict.fromkeys(keys) if owner_of(connection, key) is None]
     drop_entries(connection, nameless)
     # KV may be in RAM alone, without an entry.
     return nameless

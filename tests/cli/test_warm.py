@@ -217,8 +217,8 @@ def test_repair_and_clear_of_one_tenant(tmp_path: Path) -> None:
     one, figures = tmp_path / "one", tmp_path / "figures.json"
     store = open_store(one, 0)
     for number, tenant in ((1, ""), (2, "acme"), (3, "acme")):
-        store.put(key_of(number), make_kv(number), tenant=tenant)
         store.name(f"ns{tenant}", [record(f"n{number}", number)], tenant=tenant)
+        store.put(key_of(number), make_kv(number), tenant=tenant)
     store.close()
     (one / "kv" / "09").mkdir()
     (one / "kv" / "09" / f"{key_of(9)}.safetensors").write_bytes(bytes(7))

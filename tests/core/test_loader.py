@@ -22,7 +22,7 @@ from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.prefixes import RowsReader
 from cacheblend_rag.store import KVReader, KVStore, open_store
 from tests.families import tiny_model
-from tests.store.kit import damage
+from tests.store.kit import damage, put_kv
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ class Prompt:
 
     def put(self, store: KVStore, numbers: Sequence[int] | None = None) -> None:
         for number in range(len(self.chunks)) if numbers is None else numbers:
-            store.put(key_of(number), self.chunks[number])
+            put_kv(store, key_of(number), self.chunks[number])
 
     def readers(self, store: KVStore) -> list[KVReader]:
         found = [store.open(key_of(number)) for number in range(len(self.chunks))]

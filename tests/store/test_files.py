@@ -20,7 +20,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import check_store
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from tests.limits import within
-from tests.store.kit import files_of, key_of, make_kv, open_store, opened, read, same
+from tests.store.kit import files_of, key_of, make_kv, open_store, opened, put_kv, read, same
 
 KEY = key_of(1)
 
@@ -229,7 +229,7 @@ def test_each_tier_packs_with_its_codec_and_reads_any(tmp_path: Path, ram: str, 
     kv = make_kv(1, tokens=40)
     wanted, in_ram = through(kv, disk, ram), pack_kv(pack_kv(kv, make_codec(disk)), make_codec(ram)).nbytes
     store = open_store(tmp_path, kv.nbytes, ram_codec=ram, disk_codec=disk)
-    store.put(KEY, kv)
+    put_kv(store, KEY, kv)
     (path,) = files_of(tmp_path)
     # Packed from the KV itself, not from what RAM has made of it.
     assert same(read(ChunkFile.open(path, KEY)), through(kv, disk))
@@ -244,7 +244,7 @@ def test_each_tier_packs_with_its_codec_and_reads_any(tmp_path: Path, ram: str, 
     path.rename(tmp_path / "kv" / "moved")
     assert same(read(opened(store, KEY)), wanted)
     (tmp_path / "kv" / "moved").rename(path)
-    store.put(KEY, kv)
+    put_kv(store, KEY, kv)
     assert path.read_bytes() == encoded(kv, disk)
 
 

@@ -4,10 +4,7 @@ import fcntl
 import json
 import os
 import resource
-import shutil
 import sqlite3
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,11 +13,10 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendPrompt, Chunk
-from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFormatError, StoreReadOnlyError
 from cacheblend_rag.store import check_store
 from tests.engines import MakeEngine
 from tests.families import words
-from tests.store import workers
 from tests.store.kit import (
     add,
     is_held,
@@ -30,13 +26,9 @@ from tests.store.kit import (
     put_miss,
     record,
     remount,
-    run,
-    start_with_pipe,
     writing_elsewhere,
 )
 from tests.store.kit import small_disk as mounted_disk
-
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -170,51 +162,18 @@ def test_a_store_half_made(tmp_path: Path) -> None:
     assert check_store(tmp_path).is_clean
 
 
-@pytest.mark.parametrize("log_left", [False, True])
-def test_folder_of_somebody_else(log_left: bool) -> None:
-    # Other users can reach this folder, as pytest's they cannot.
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        live, folder = Path(name) / "live", Path(name) / "s"
-        store = open_store(live, 0)
+def test_a_disk_that_is_read_only(small_disk: Path) -> None:
+    with closing(open_store(small_disk / "s", 0)) as store:
         add(store, 1)
-        # As a killed process leaves it: what was written last is in SQLite's log alone.
-        if not log_left:
-            store.close()
-        shutil.copytree(live, folder)
-        assert (folder / "index.sqlite-wal").exists() == log_left
-        (folder / "empty").mkdir()
-        user = NOBODY if os.getuid() == 0 else None
-        for path in [*folder.rglob("*"), folder]:
-            if user is not None:
-                os.chown(path, user, user)
-            path.chmod(0o500 if path.is_dir() else 0o400)
-        run(workers.use_read_only, folder, user)
-        for path in [folder, *folder.rglob("*")]:
-            path.chmod(0o700)
-
-
-def test_who_can_only_read_sees_what_others_write(small_disk: Path, tmp_path: Path) -> None:
-    folder, view = small_disk / "s", tmp_path / "view"
-    run(workers.write_some, folder, [1, 2], [])
-    view.mkdir()
-    (folder / "empty").mkdir()
-    subprocess.run(["mount", "--bind", str(small_disk), str(view)], check=True)
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(view)], check=True)
-        _, writer = start_with_pipe(workers.hold_open, folder)
-        assert writer.recv() == "open"
-        store = open_store(view / "s", 10**6)
-        assert store.names.ids("ns") == ["n1", "n2"]
-        assert is_held(store, 1)
-        run(workers.write_some, folder, [3], ["n1"])
-        assert store.names.ids("ns") == ["n2", "n3"]
-        # It is in RAM here, too.
-        assert store.open(key_of(1)) is None
-        writer.send("end")
-        store.close()
-    finally:
-        subprocess.run(["umount", "-l", str(view)], check=True)
+    remount(small_disk, "ro")
+    for use in (
+        lambda: open_store(small_disk / "s", 0),
+        lambda: open_store(small_disk / "new", 0),
+        lambda: check_store(small_disk / "s"),
+    ):
+        with pytest.raises(StoreReadOnlyError):
+            use()
+    remount(small_disk, "rw")
 
 
 def test_what_cannot_be_read_for_a_moment_stays(folder: Path) -> None:
@@ -262,18 +221,3 @@ def test_another_process_is_stuck_opening_it(folder: Path) -> None:
     for seconds in (-1, float("nan"), "60", None):
         with pytest.raises(ConfigError):
             open_store(folder, 0, lock_timeout_s=seconds)  # type: ignore[arg-type]
-
-
-def test_a_disk_that_is_read_only(small_disk: Path) -> None:
-    with closing(open_store(small_disk / "s", 0)) as store:
-        add(store, 1)
-    (small_disk / "s" / "empty").mkdir()
-    remount(small_disk, "ro")
-    run(workers.use_read_only, small_disk / "s", None)
-    store = open_store(small_disk / "s", 10**6)
-    for number in (2, 3):
-        put_miss(store, number)
-    assert all(is_held(store, number) for number in (1, 2, 3))
-    store.flush()
-    store.close()
-    remount(small_disk, "rw")

@@ -85,8 +85,9 @@ class FolderMachine(RuleBasedStateMachine):
         self.is_bounded = room is not None
         self.stores = [LocalStore(self.opened), RemoteStore(self.opened)]
 
-    @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
-    def put(self, second: bool, space: str, number: int) -> None:
+    @rule(second=st.booleans(), space=SPACES, node=NODES, number=NUMBERS)
+    def put(self, second: bool, space: str, node: str, number: int) -> None:
+        self.name(second, space, node, number)
         self.stores[second].call("put", key(space, number), make_kv(number), tenant=TENANTS[space])
         self.model.held.add((space, number))
         assert self.stores[not second].call("holds", [key(space, number)]) == [True]

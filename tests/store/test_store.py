@@ -118,7 +118,7 @@ def test_opening_twice_here_and_closing_elsewhere(tmp_path: Path) -> None:
     store, again = open_store(tmp_path, 0), open_store(tmp_path, 0)
     again.close()
     run(workers.write_some, tmp_path, [1])
-    store.put(key_of(2), make_kv(2))
+    put(store, 2)
     run(workers.write_some, tmp_path, [3])
     assert store.holds([key_of(number) for number in (1, 2, 3)]) == [True] * 3
 

@@ -7,7 +7,7 @@ import torch
 
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from tests.store.kit import add, files_of, held, is_held, key_of, make_kv, open_store, opened, put, record
+from tests.store.kit import add, files_of, held, is_held, key_of, make_kv, open_store, opened, put, put_kv, record
 
 KV_BYTES = make_kv(0).nbytes
 ROOM = 10 * KV_BYTES
@@ -23,7 +23,7 @@ def test_what_was_used_last_is_kept(folder: Path | None) -> None:
     size = KV_BYTES
     if folder is not None:
         store = open_store(folder, 0)
-        store.put(key_of(0), make_kv(0))
+        put_kv(store, key_of(0), make_kv(0))
         size = store.stats().disk_bytes
         store.close()
     budget = 3 * size + size // 2
@@ -37,7 +37,7 @@ def test_what_was_used_last_is_kept(folder: Path | None) -> None:
     assert store.names.lookup("ns", ["a"]) == [record("a", 1)]
     assert (store.stats().evictions, store.stats().entries) == (1, 3)
     with pytest.raises(StoreFullError):
-        store.put(key_of(4), make_kv(4, tokens=200))
+        put_kv(store, key_of(4), make_kv(4, tokens=200))
     assert held(store, range(5)) == [0, 2, 3]
     if folder is not None:
         assert len(files_of(folder)) == 3
@@ -72,7 +72,7 @@ def test_ram_keeps_no_more_than_was_put() -> None:
     batch = torch.randn(100, 2, 6, 8)
     own = batch.clone()
     store = open_store(None, 10**6)
-    store.put(key_of(1), ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
+    put_kv(store, key_of(1), ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
     batch.zero_()
     kept = opened(store, key_of(1)).layer(0)
     assert torch.equal(kept.keys, own[3]) and torch.equal(kept.values, own[4])
@@ -115,7 +115,7 @@ def test_page_locked_memory_that_is_not_there_or_runs_out(monkeypatch: pytest.Mo
 @pytest.mark.cuda
 def test_page_locked_memory() -> None:
     store = open_store(None, 10**6, ram_codec="int8", page_locked=True)
-    store.put(key_of(1), make_kv(1, tokens=64))
+    put_kv(store, key_of(1), make_kv(1, tokens=64))
     layer = opened(store, key_of(1)).packed_layer(0)
     assert all(part.is_pinned() for part in layer.parts.values())
 

@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store import check_store
-from cacheblend_rag.store.folder import StoreFolder
+from cacheblend_rag.store.tiers import DiskTier
 from tests.store import workers
 from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store, put_miss, record, run
 
@@ -18,13 +18,13 @@ from tests.store.kit import files_of, held, is_held, key_of, make_kv, open_store
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold every file back until the gate is opened."""
     opened = threading.Event()
-    written = StoreFolder.written
+    written = DiskTier.written
 
-    def wait_and_write(self: StoreFolder, *given: Any) -> Any:
+    def wait_and_write(self: DiskTier, *given: Any) -> Any:
         assert opened.wait(30)
         return written(self, *given)
 
-    monkeypatch.setattr(StoreFolder, "written", wait_and_write)
+    monkeypatch.setattr(DiskTier, "written", wait_and_write)
     yield opened
     opened.set()
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import ConfigError, StoreReadOnlyError
-from cacheblend_rag.store import KVStore, check_store, open_store
-from tests.store.kit import add, is_held, key_of, make_kv, piece, read, record, same
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.store import KVStore, open_store
+from tests.store.kit import add, key_of, make_kv, piece, put, read, record, same
 
 
 def name_together(folder: Path, names: str, worker: int, count: int) -> None:
@@ -54,6 +54,7 @@ def work(store: KVStore, seed: int, steps: int) -> None:
         number = chance.randrange(12)
         deed = chance.choice(["put", "put", "open", "open", "open", "name", "forget", "discard"])
         if deed == "put":
+            store.name("ns", [record(f"n{chance.randrange(6)}", number)])
             store.put(key_of(number), make_kv(number))
         elif deed == "open":
             reader = store.open(key_of(number))
@@ -69,7 +70,7 @@ def work(store: KVStore, seed: int, steps: int) -> None:
 def use_after_fork(folder: Path | None) -> None:
     """Use a store in a forked child, which is refused, and end it there in the usual way; the parent goes on with it."""
     store = open_store(folder, 10**6)
-    store.put(key_of(1), make_kv(1))
+    put(store, 1)
     child = os.fork()
     if child == 0:
         signal.alarm(20)
@@ -79,7 +80,7 @@ def use_after_fork(folder: Path | None) -> None:
         store.close()
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    store.put(key_of(2), make_kv(2))
+    put(store, 2)
     assert store.holds([key_of(1), key_of(2)]) == [True, True]
     store.close()
 
@@ -90,46 +91,6 @@ def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str] = ()) -
     add(store, *numbers)
     store.forget("ns", gone)
     store.close()
-
-
-def hold_open(connection: Connection, folder: Path) -> None:
-    """Have a store open until told otherwise, having written to it."""
-    store = open_store(folder, 0)
-    store.name("other", [record("n0", 0)])
-    connection.send("open")
-    connection.recv()
-    store.close()
-
-
-def use_read_only(folder: Path, user: int | None) -> None:
-    """Use a store that may not be written, as another user if there is one given."""
-    if user is not None:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
-    store = open_store(folder, 10**6)
-    assert is_held(store, 1)
-    assert store.names.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
-    for write in (
-        lambda: store.put(key_of(2), make_kv(2)),
-        lambda: store.name("ns", [record("n2", 2)]),
-        lambda: store.forget("ns", ["n1"]),
-        lambda: store.clear(),
-    ):
-        with pytest.raises(StoreReadOnlyError, match="is not writable"):
-            write()
-    store.name("ns", [])
-    assert store.forget("ns", []) == 0
-    assert check_store(folder).is_clean
-    # A damaged chunk must not be met again and again.
-    store.discard(key_of(1))
-    assert store.open(key_of(1)) is None
-    assert store.holds([key_of(1)]) == [False]
-    with pytest.raises(StoreReadOnlyError):
-        store.put(key_of(1), make_kv(1))
-    store.close()
-    with pytest.raises(StoreReadOnlyError, match="is neither a store nor writable"):
-        open_store(folder / "empty", 0)
 
 
 def end_without_closing(folder: Path) -> None:

@@ -21,8 +21,7 @@ from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, ConfigError
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.selection import make_selection, make_selector
-from cacheblend_rag.store import KVReader
-from cacheblend_rag.store.base import part_of
+from cacheblend_rag.store import KVReader, part_of
 
 __all__ = ["LlamaBackend"]
 

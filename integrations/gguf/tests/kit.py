@@ -17,7 +17,7 @@ from cacheblend_gguf.decoding import Scores
 from cacheblend_rag import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import GenerationResult
 from cacheblend_rag.prefixes import drop_oldest
-from cacheblend_rag.store.base import NodeRecord
+from cacheblend_rag.store import NodeRecord
 
 _GEMMA_PARTS = 4
 _BETWEEN = 500

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.folder import locked
+from cacheblend_rag.files import locked
 from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.names import (
     Names,
     NamesSource,
+    NodeRecord,
     drop_nameless,
     kv_of,
     look_up,

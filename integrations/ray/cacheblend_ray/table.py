@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError, StoreFormatError
-from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.folder import valid_key
+from cacheblend_rag.store import NodeRecord
+from cacheblend_rag.store.index import valid_key
 
 __all__ = ["NameTable", "Session", "Unit", "UnitName"]
 

@@ -15,8 +15,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import ModelCard
-from cacheblend_rag.store import KVReader, KVStore
-from cacheblend_rag.store.base import part_of
+from cacheblend_rag.store import KVReader, KVStore, part_of
 from vllm_cacheblend.prefix import PrefixPiece
 
 __all__ = ["BlockIds", "Group", "Load", "first_held", "groups_of", "heads_of", "load_prefix", "slots_of"]

@@ -70,7 +70,7 @@ def measure(
             def work() -> None:
                 for batch in encoder.encode([Target(each) for each in some]):
                     for index, kv in batch:
-                        store.put(chunk_key("", some[index]), kv)
+                        store.cache(chunk_key("", some[index]), kv, "")
 
             return _Run(_timed(made, work), store.stats().ram_bytes)
 

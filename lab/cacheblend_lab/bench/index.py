@@ -21,10 +21,9 @@ from pathlib import Path
 from cacheblend_lab.bench.runner import Figures, Row, Say, percentile, seconds_of
 from cacheblend_lab.cli.options import parse_counts
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store import NodeRecord, open_store
-from cacheblend_rag.store.base import Later
-from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store import Later, NodeRecord, open_store
 from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.tiers import DiskTier
 
 __all__ = ["make_index", "measure"]
 
@@ -68,7 +67,6 @@ def make_index(folder: Path, entries: int) -> None:
                     [(key,) for record in batch for key in record.keys],
                 )
             names.record(_TENANT, batch)
-        tier.index.shrink(vacuum=True)
     finally:
         tier.close()
 

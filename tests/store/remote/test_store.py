@@ -19,7 +19,7 @@ from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.remote import RemoteTier
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.limits import wait_until
-from tests.store.kit import add, files_of, key_of, make_kv, open_store, read, record, same
+from tests.store.kit import add, files_of, key_of, make_kv, open_store, put, read, record, same
 from tests.store.remote.conftest import RedisServer
 
 Opener = Callable[[], RemoteTier]
@@ -47,7 +47,7 @@ def test_two_machines_share(tmp_path: Path, opener: Opener) -> None:
 
 def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
     store, other = opened(None, opener()), opened(None, opener())
-    store.put(key_of(1), make_kv(1))
+    put(store, 1)
     store.flush()
     other.name("ns", [record("n1", 1)])
     reader = other.open(key_of(1))
