@@ -149,6 +149,24 @@ class ChunkReadError(StoreError):
         self.damaged = damaged
 
 
+_OF_THE_CORE = ("documents", "files", "fsspec", "redis", "s3")
+# What extras need beside the core that is not on any registry, by their names.
+_BESIDE = {
+    "demo": ("attachments", "pml", "llama_index", "langchain"),
+    "documents": ("attachments",),
+    "lab": ("attachments", "pml"),
+    "ray": ("attachments", "serve"),
+    "serve": ("attachments",),
+}
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of the core, or one of its other distributions, from a clone."""
+    named = {"lab": "lab", "demo": "'lab[demo]'", **{each: f"'.[{each}]'" for each in _OF_THE_CORE}}
+    parts = [named.get(extra, f"integrations/{extra}"), *(f"integrations/{each}" for each in _BESIDE.get(extra, ()))]
+    return f"in the clone, pip install -c constraints.txt {' '.join(f'-e {each}' for each in parts)}"
+
+
 @contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
     """Turn an ImportError in a ``with`` block into a `ConfigError` with the extra that `what`, its subject, needs."""
@@ -157,6 +175,5 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
     except ImportError as error:
         # fsspec names what a filesystem needs in words alone.
         raise ConfigError(
-            f'{what} needs a package that is not installed ({error.name or error}): pip install "cacheblend-rag[{extra}]", or '
-            "in a clone as docs/install.md says"
+            f"{what} needs a package that is not installed ({error.name or error}): {how_to_install(extra)}"
         ) from error

@@ -1,4 +1,4 @@
-"""A LangChain agent over Chroma: it looks things up, clears and sums up. Needs ``pip install "cacheblend-rag[demo]"``."""
+"""A LangChain agent over Chroma: it looks things up, clears and sums up. Needs what ``docs/install.md`` installs for examples."""
 
 from __future__ import annotations
 

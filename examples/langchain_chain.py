@@ -1,4 +1,4 @@
-"""LangChain over Chroma and MiniLM, answered by blended prefill. Needs ``pip install "cacheblend-rag[demo]"``."""
+"""LangChain over Chroma and MiniLM, answered by blended prefill. Needs what ``docs/install.md`` installs for examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LangGraph conversation over Chroma: retrieve, answer, follow up. Needs ``pip install "cacheblend-rag[demo]"``."""
+"""A LangGraph conversation over Chroma: retrieve, answer, follow up. Needs what ``docs/install.md`` installs for examples."""
 
 from __future__ import annotations
 

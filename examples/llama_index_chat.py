@@ -1,4 +1,4 @@
-"""A chat over Chroma and MiniLM. Needs ``pip install "cacheblend-rag[demo]"``."""
+"""A chat over Chroma and MiniLM. Needs what ``docs/install.md`` installs for examples."""
 
 from __future__ import annotations
 

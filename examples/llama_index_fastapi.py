@@ -1,6 +1,6 @@
 """An endpoint that streams answers over documents that you can add and delete while it runs.
 
-Needs ``pip install "cacheblend-rag[demo,serve]"``. Start it and ask::
+Needs what ``docs/install.md`` installs for examples. Start it and ask::
 
     python examples/llama_index_fastapi.py
     curl -N localhost:8000/ask --json '{"question": "Where was Mara Lindell born?"}'

@@ -1,6 +1,6 @@
 """Changing documents in an ingestion pipeline: only new text is encoded, and old text is deleted.
 
-Needs ``pip install "cacheblend-rag[demo]"``.
+Needs what ``docs/install.md`` installs for examples.
 """
 
 from __future__ import annotations

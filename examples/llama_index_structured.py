@@ -1,4 +1,4 @@
-"""Structured output, constrained to its schema. Needs ``pip install "cacheblend-rag[demo]"``."""
+"""Structured output, constrained to its schema. Needs what ``docs/install.md`` installs for examples."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
-from cacheblend_rag.errors import CacheBlendError, ConfigError, UnknownChunkError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, UnknownChunkError, how_to_install
 
 __all__ = ["app"]
 
@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What brings the commands that are not in this distribution.
 _ELSEWHERE = {
-    **dict.fromkeys(("bench", "demo"), "cacheblend-rag-lab"),
-    **dict.fromkeys(("calibrate", "inspect"), "cacheblend-attachments"),
-    **dict.fromkeys(("keys", "serve"), "cacheblend-serve"),
-    "pml": "cacheblend-pml",
-    "warm-ray": "cacheblend-ray",
+    **dict.fromkeys(("bench", "demo"), "lab"),
+    **dict.fromkeys(("calibrate", "inspect"), "attachments"),
+    **dict.fromkeys(("keys", "serve"), "serve"),
+    "pml": "pml",
+    "warm-ray": "ray",
 }
 
 
@@ -42,8 +42,7 @@ class _Commands(TyperGroup):
         """Find the subcommand; where it is another distribution's, say what to install."""
         if args and args[0] in _ELSEWHERE and args[0] not in self.commands:
             typer.echo(
-                f"error: the command {args[0]} comes with another package: pip install {_ELSEWHERE[args[0]]}, or in a clone as "
-                "docs/install.md says",
+                f"error: the command {args[0]} comes with another package: {how_to_install(_ELSEWHERE[args[0]])}",
                 err=True,
             )
             raise typer.Exit(2)

@@ -96,7 +96,8 @@ def warm(
                 ("KV in RAM at most", say_bytes(cost.ram_bytes)),
                 ("time for the KV", say_seconds(cost.seconds)),
             ]
-            show_table(f"warming {folder} for {settings.model} would take", ("", ""), lines)
+            given = ", ".join(map(str, paths))
+            show_table(f"warming {given} for {settings.model} would take", ("", ""), lines)
             row = {"passages": len(passages), **asdict(cost)}
             write_json(json_file, "warm --estimate", [row], model=settings.model)
             return

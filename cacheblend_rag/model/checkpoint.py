@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, how_to_install
 
 __all__ = ["GGUF_MAGIC", "default_dtype", "gguf_files", "load_pretrained", "model_folder"]
 
@@ -43,10 +43,7 @@ def load_pretrained(
         )
     name = _checked_name(model)
     if gguf_files(name):
-        raise ConfigError(
-            f'model {name} is a GGUF file, which llama.cpp answers: pip install "cacheblend-rag[gguf]", or in a clone '
-            "-e integrations/gguf"
-        )
+        raise ConfigError(f"model {name} is a GGUF file, which llama.cpp answers: {how_to_install('gguf')}")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placed = "device_map" in model_kwargs
     if not placed:
@@ -117,7 +114,7 @@ def _checked_name(model: str | Path) -> str:
         )
     if name.startswith((".", "/", "~")) or isinstance(model, Path) or gguf_files(name):
         if not folder.exists():
-            hub = '; for a file on the Hub: pip install "cacheblend-rag[gguf]"' if ":" in name else ""
+            hub = f"; for a file on the Hub: {how_to_install('gguf')}" if ":" in name else ""
             raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file{hub}")
         return str(folder)
     return name

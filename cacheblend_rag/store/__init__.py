@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from cacheblend_rag.codec import make_codec
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import ConfigError, StoreError, how_to_install
 from cacheblend_rag.store.index import is_store
 from cacheblend_rag.store.kvstore import KVStore, StoreStats
 from cacheblend_rag.store.memory import KVReader, RamReader, RamTier, part_of
@@ -104,7 +104,7 @@ def _names_at(url: str) -> NamesSource:
         return source
     raise ConfigError(
         f"no installed package shares ids at {scheme}://; a database (postgresql+psycopg://user@host/database, or "
-        "sqlite:////folder/names.sqlite) needs cacheblend-ray: pip install 'cacheblend-rag[ray]'"
+        f"sqlite:////folder/names.sqlite) needs cacheblend-ray: {how_to_install('ray')}"
     )
 
 

@@ -32,14 +32,14 @@ def test_the_version() -> None:
 
 @pytest.mark.parametrize(
     ("command", "package"),
-    [("bench", "rag-lab"), ("demo", "rag-lab"), ("serve", "serve"), ("warm-ray", "ray")],
+    [("bench", "lab"), ("demo", "lab"), ("serve", "integrations/serve"), ("warm-ray", "integrations/ray")],
 )
 def test_a_command_of_another_package_names_it(command: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group = get_command(app)
     monkeypatch.delitem(group.commands, command)  # type: ignore[attr-defined]
     result = ClickRunner().invoke(group, [command, "--help"])
     assert result.exit_code == 2
-    assert f"pip install cacheblend-{package}" in result.stderr
+    assert f"pip install -c constraints.txt -e {package}" in result.stderr
 
 
 @pytest.mark.parametrize(

