@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cacheblend_lab.bench.picture import main as draw
 from cacheblend_lab.bench.real import main as real
 from cacheblend_lab.bench.runner import cell, in_rounds, median_ratio, percentile, shown, spread
 from cacheblend_lab.bench.serve import prompts_of
@@ -155,6 +156,11 @@ def test_a_model_is_timed_alone_from_stored_kv_and_by_several_callers(model_fold
     assert first["tokens"] == answer["tokens"] == together["tokens"] == again["tokens"] > 500
     assert all(row[name] > 0 for row in (first, answer, again) for name in ("alone_s", "stored_s", "speedup"))
     assert min(together[name] for name in ("stored_s", "tokens_per_s", "over_one_by_one", "first_p95_s")) > 0
+    draw(file, picture := tmp_path / "speed.svg")
+    drawn = picture.read_text()
+    assert "first token, stored KV" in drawn and "answer of 3 tokens, full prefill" in drawn
+    draw(file, picture)
+    assert picture.read_text() == drawn
 
 
 @pytest.mark.parametrize(
