@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.report import OTHER_TEXT, BlendReport
+from cacheblend_rag.report import BLENDING_OFF, OTHER_TEXT, BlendReport
 from cacheblend_rag.store import StoreStats
 
 __all__ = ["EngineMetrics"]
@@ -59,7 +59,7 @@ class EngineMetrics:
         """Count one answered prompt."""
         self._prompts.labels(report.selector).inc()
         # What has no chunks, as a chat's first words, has nothing to blend.
-        if report.fallback_reason is not None and report.chunks:
+        if report.fallback_reason not in (None, BLENDING_OFF) and report.chunks:
             self._fallbacks.inc()
         for chunk in report.chunks:
             if not chunk.tokens:

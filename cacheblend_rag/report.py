@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "AddResult",
+    "BLENDING_OFF",
     "BlendReport",
     "CallReport",
     "ChunkReport",
@@ -20,6 +21,8 @@ __all__ = [
 
 OTHER_TEXT = "its text is not the text that was added under this id"
 """The reason of a chunk whose id stands for another text."""
+BLENDING_OFF = "blending is off"
+"""The reason of a full prefill that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class BlendReport:
     selector : str
         The selector that chose the recomputed tokens; "full" when the prompt was prefilled in full.
     fallback_reason : str or None
-        Why the prompt was prefilled in full although blending was enabled.
+        Why the prompt was prefilled in full: what kept it from being blended, or that blending was not enabled.
     chunks : tuple of ChunkReport
         One for each chunk, in prompt order; after them those that were left out, without tokens.
     output_tokens : int

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import BlendConfig, EngineConfig, SettingsBase, did_you_mean
 from cacheblend_rag.engine import BlendEngine, Engine
 from cacheblend_rag.errors import ConfigError, needs_extra
 
-__all__ = ["given_engine", "model_engine", "offered", "refuse_unknown"]
+__all__ = ["encoding_bar", "given_engine", "model_engine", "offered", "refuse_unknown"]
+
+_SHOWN_AFTER_S = 2.0
 
 # What OpenAI's API offers and no engine here.
 _PROBABILITIES = ("logprobs", "top_logprobs")
@@ -56,6 +61,18 @@ def _belongs(name: str, known: Collection[str]) -> str:
     if name in _LOADING:
         return f", an option of loading: model_kwargs={{{name!r}: ...}}"
     return did_you_mean(name, known)
+
+
+@contextmanager
+def encoding_bar(count: int, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many of so many nodes are encoded, unless that is done at once; yields what `add` takes to tell it."""
+    with tqdm(total=count, desc=f"Encoding {unit}s", unit=unit, delay=_SHOWN_AFTER_S) as bar:
+
+        def show(finished: int, total: int) -> None:
+            # Those without text are finished from the start; other chunks of their documents may be encoded again.
+            bar.update(max(0, count - total + finished) - bar.n)
+
+        yield show
 
 
 def given_engine(engine: Any, server: str | None = None) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,7 +101,7 @@ def warm(
             row = {"passages": len(passages), **asdict(cost)}
             write_json(json_file, "warm --estimate", [row], model=settings.model)
             return
-        settings.save(folder)
+        replace(settings, finished=False).save(folder)
         started = time.perf_counter()
         reached = 0
 
@@ -117,6 +117,7 @@ def warm(
 
             read = [path for path in paths if path not in left_out]
             result = library.warm(passages, read, progress=advance)
+        settings.save(folder)
         seconds = time.perf_counter() - started
     if not passages and not result.removed:
         raise _no_text(paths)
@@ -166,6 +167,8 @@ def warmed(
     known = LibrarySettings.load(folder)
     if known is None or not kv_folder(folder).is_dir():
         raise ConfigError(f"nothing was warmed into {folder}; run: cacheblend-rag warm PATH --library {folder}")
+    if not known.finished:
+        typer.echo(f"not all documents are in {folder}: warming has not come to its end; run warm once more", err=True)
     from cacheblend_rag.documents.embedding import Embedding
     from cacheblend_rag.documents.library import open_library, passage_config
 

@@ -40,6 +40,8 @@ class LibrarySettings:
     model: str
     embedding: str
     chunk_tokens: int
+    # Whether the last warming came to its end; one may be under way.
+    finished: bool = True
 
     @classmethod
     def load(cls, folder: Path) -> LibrarySettings | None:

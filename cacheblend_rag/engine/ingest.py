@@ -184,6 +184,20 @@ class _Work:
         self.job.advance(sum(not self.waits[id] for id in set(ids)))
 
 
+def _warn_of_twins(added: Sequence[NodeRecord], members: Mapping[str, Sequence[NodeRecord]]) -> None:
+    """Warn where chunks stand in their documents already, at the same place, under other ids."""
+    places = Counter((name, each.start, each.key) for name, those in members.items() for each in those)
+    twins = [each for each in added if each.start is not None and places[each.document, each.start, each.key] > 1]
+    if twins:
+        logger.warning(
+            "%d of %d chunks (%r is one) are in their documents a second time, at the same place under another id, so that a "
+            "retriever finds each twice; open the index that is there instead of adding documents again, or give the same ids",
+            len(twins),
+            len(added),
+            twins[0].id,
+        )
+
+
 class Ingest:
     """Brings chunks into the store; of a model that cannot be blended they are known by their tokens, and have no KV."""
 
@@ -218,7 +232,7 @@ class Ingest:
             raise
         self._store.forget(self._namespace, [id for id in by_id if id not in given])
         positions = {given[id].key: self._assembler.places(by_id[id]) for id in given if by_id[id].positions}
-        work = self._work(named, positions, progress)
+        work = self._work(named, positions, progress, warns=True)
         count = len(changed | work.waits.keys())
         result = AddResult(0, count, len(named) - count, 0)
         if background:
@@ -281,10 +295,14 @@ class Ingest:
         named: Sequence[NodeRecord],
         positions: Mapping[str, tuple[int, ...] | None],
         progress: Callable[[int, int], None] | None = None,
+        *,
+        warns: bool = False,
     ) -> _Work:
         """Choose what named chunks are read behind, where it is still to be, note it, and return what KV they lack."""
         documents = {each.document for each in named if each.document is not None and each.later is None}
         members = {name: self._store.names.members(self._namespace, name) for name in documents}
+        if warns:
+            _warn_of_twins([each for each in named if each.later is None], members)
         records = self._with_later(named, members, positions)
         both = zip(records, named, strict=True)
         laters = {new.id: new.later for new, old in both if new.later is not None and old.later is None}

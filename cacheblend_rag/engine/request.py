@@ -18,7 +18,7 @@ from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.prompt import AssembledPrompt, PromptChunk
-from cacheblend_rag.report import BlendReport, ChunkReport, LayerTimes, Span, Trace, TracedChunk
+from cacheblend_rag.report import BLENDING_OFF, BlendReport, ChunkReport, LayerTimes, Span, Trace, TracedChunk
 from cacheblend_rag.selection import Selection, make_selector
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def make_report(
         hits=sum(chunk.hit for chunk in chunks),
         misses=misses,
         selector="full" if state.selection is None else make_selector(request.blend.selector).name,
-        fallback_reason=state.fallback_reason,
+        fallback_reason=state.fallback_reason or (None if request.blend.enabled else BLENDING_OFF),
         chunks=chunks,
         output_tokens=count,
         tpot_s=None if count < 2 else (token_times[count - 1] - first_output) / (count - 1),

@@ -131,6 +131,12 @@ def test_ask_shows_the_answer_its_sources_and_what_it_cost(warm: Any, store: Pat
     warm()
     file = tmp_path / "ask.json"
     ask = partial(run, "ask", "Where was Mara born?", "--library", store, "--max-new-tokens", "8")
+    settings = store / "library.json"
+    as_it_was = settings.read_text()
+    settings.write_text(as_it_was.replace('"finished": true', '"finished": false'))
+    assert "warming has not come to its end" in ask().stderr
+    settings.write_text(as_it_was)
+    assert "warming" not in ask().stderr
     said = ask("--top-k", "4", "--compare", "--json", file).stdout
     blend, full = read_rows(file)
     assert (blend["method"], full["method"], full["selector"]) == ("blend", "full", "full")

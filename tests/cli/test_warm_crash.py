@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.documents.settings import kv_folder
+from cacheblend_rag.documents.settings import LibrarySettings, kv_folder
 from cacheblend_rag.store import check_store
 from tests.cli.conftest import passages_of
 from tests.command import run
@@ -39,6 +39,10 @@ def test_it_is_finished(model_folder: Path, tmp_path: Path, number: int, how: si
     if how == signal.SIGINT:
         assert process.returncode == 130, said
         assert "Traceback" not in said
+    left = LibrarySettings.load(store)
+    assert left is not None and left.finished is (process.returncode == 0)
     run(*warm, "--library", store)
+    done = LibrarySettings.load(store)
+    assert done is not None and done.finished
     report = check_store(kv_folder(store))
     assert (report.problems, report.names) == ([], 80) and len(passages_of(store)) == 80

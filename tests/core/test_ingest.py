@@ -199,3 +199,17 @@ def test_streams_end_with_the_interpreter_and_what_was_given_is_encoded(tmp_path
 def test_what_names_no_document_is_none(name: Any) -> None:
     chunk = Chunk("Ticket 1.", "t1", document=name, start=0 if name else None)
     assert (chunk.document, chunk.start) == (None, None)
+
+
+def test_chunks_added_a_second_time_under_other_ids_are_told(
+    engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = [Chunk(words(12, seed), f"a{seed}", document="manual", start=100 * seed) for seed in range(3)]
+    engine.add(parts)
+    engine.add(parts)
+    assert not caplog.messages
+    engine.add(
+        [Chunk(part.text, f"b{number}", document="manual", start=part.start) for number, part in enumerate(parts)]
+    )
+    [said] = caplog.messages
+    assert said.startswith("3 of 3 chunks ('b0' is one) are in their documents a second time")

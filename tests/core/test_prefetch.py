@@ -76,7 +76,7 @@ def test_a_prompt_waits_and_takes_the_rest_over(open_engine: MakeEngine, gate: G
     assert not begun.wait(0)
     # Who needs none of it does not wait.
     assert engine.prefill(BlendPrompt(chunks=["near"], suffix=words(6, 1))).report.hits == 1
-    assert engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report.fallback_reason is None
+    assert engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report.fallback_reason == "blending is off"
     assert not begun.wait(0)
     found: list[str | None] = []
     asking = threading.Thread(target=lambda: found.extend(tiers(engine)))

@@ -97,7 +97,7 @@ def test_first_chunks_serve_the_rest(make_hybrid: MakeHybrid) -> None:
     whole = engine.prefill(ask("a"), logits_to_keep=4)
     assert whole.logits.shape[0] == 4 and whole.report.hits == 0
     off = engine.prefill(ask("a"), blend=BlendConfig(enabled=False)).report
-    assert (off.selector, off.fallback_reason, off.recomputed_tokens) == ("full", None, 30)
+    assert (off.selector, off.fallback_reason, off.recomputed_tokens) == ("full", "blending is off", 30)
 
 
 def test_streams_batches_and_callers_at_once(make_hybrid: MakeHybrid) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any
 
@@ -13,7 +14,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import Chunk
-from cacheblend_rag.chat.engines import given_engine
+from cacheblend_rag.chat.engines import encoding_bar, given_engine
 from cacheblend_rag.engine import AddJob, AddResult, ChunkCollection, Engine
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.inventory import Inventory
@@ -25,7 +26,7 @@ __all__ = ["BlendVectorStore"]
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS = ("background", "boundary", "name")
+_OPTIONS = ("background", "boundary", "name", "show_progress")
 
 
 class BlendVectorStore(SearchesInner):
@@ -50,6 +51,8 @@ class BlendVectorStore(SearchesInner):
     name : str, optional
         Tells this store's documents from those of other stores over the engine. By default the kind of the store and its
         collection.
+    show_progress : bool
+        Whether a bar shows how many texts are encoded, where that takes longer than two seconds.
 
     Raises
     ------
@@ -67,13 +70,14 @@ class BlendVectorStore(SearchesInner):
         background: bool = False,
         boundary: Sequence[str] = (),
         name: str | None = None,
+        show_progress: bool = False,
     ) -> None:
         if isinstance(inner, BlendVectorStore):
             raise ConfigError(
                 "inner is a BlendVectorStore already; use it as it is, or wrap what is in it: BlendVectorStore(store.inner, ...)"
             )
         self.engine = engine = given_engine(engine, server)
-        self.background = background
+        self.background, self._show_progress = background, show_progress
         self._inventory = Inventory(inner)
         self._places = Places(inner, engine, name, boundary)
         self._collection = ChunkCollection(engine, self._inventory.present)
@@ -195,7 +199,9 @@ class BlendVectorStore(SearchesInner):
         self._collection.sync(id for each in sources for id in self.engine.ids(within=each) if id not in spared)
         if blank := set(ids).difference(chunk.id for chunk in chunks):
             self.engine.delete(blank)
-        return self.engine.add(chunks, progress=progress, on_refused=_warn_of, background=self.background)
+        shown = self._show_progress and progress is None and not self.background
+        with encoding_bar(len(ids), "text") if shown else nullcontext(progress) as tell:
+            return self.engine.add(chunks, progress=tell, on_refused=_warn_of, background=self.background)
 
     def _chunks(
         self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]] | None

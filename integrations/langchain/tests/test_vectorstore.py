@@ -279,3 +279,13 @@ def test_unknown_is_said(
     caplog.clear()
     assert store.as_retriever().invoke("Where does she work?")
     assert "warm(store)" not in caplog.text
+
+
+def test_a_bar_shows_how_far_adding_is(
+    embedding: Embeddings, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.chat.engines._SHOWN_AFTER_S", 0.0)
+    for shown in (False, True):
+        store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine, show_progress=shown)
+        store.add_texts(["A goat.", "A tower."])
+        assert ("Encoding texts: 100%" in capsys.readouterr().err) is shown

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo
 from llama_index.core.vector_stores.types import MetadataFilters
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from cacheblend_rag.chat.engines import encoding_bar
 from cacheblend_rag.chunk import Chunk, document_name
 from cacheblend_rag.engine import AddJob, AddResult, Engine, WarmEstimate
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -35,7 +36,6 @@ TextOf = Callable[[BaseNode], str | None] | BaseNodePostprocessor
 postprocessor that changes a node's text, as `MetadataReplacementPostProcessor` does for sentence windows.
 """
 
-_SHOWN_AFTER_S = 2.0
 _WITHOUT = "node %s is stored without KV: %s"
 # The keys under which LlamaIndex writes the id of a node's document into every store's metadata.
 _DOCUMENT_KEYS = ("document_id", "doc_id", "ref_doc_id")
@@ -195,15 +195,7 @@ class NodeEncoder:
         def refuse(chunk: Chunk, error: PromptError) -> None:
             logger.warning(_WITHOUT, chunk.id, error)
 
-        hidden = background or not show_progress
-        # What is done at once shows none: `refresh_ref_docs` adds document by document.
-        with tqdm(total=len(nodes), desc="Encoding nodes", unit="node", disable=hidden, delay=_SHOWN_AFTER_S) as bar:
-
-            def show(finished: int, total: int) -> None:
-                # Those without text are finished from the start; other chunks of their documents may be encoded again.
-                bar.update(max(0, len(nodes) - total + finished) - bar.n)
-
-            progress = None if hidden else show
+        with encoding_bar(len(nodes), "node") if show_progress and not background else nullcontext() as progress:
             return self.engine.add(chunks, progress=progress, on_refused=refuse, background=background)
 
     def estimate(self, nodes: Sequence[BaseNode]) -> WarmEstimate:
