@@ -187,7 +187,7 @@ class _Work:
 def _warn_of_twins(added: Sequence[NodeRecord], members: Mapping[str, Sequence[NodeRecord]]) -> None:
     """Warn where chunks stand in their documents already, at the same place, under other ids."""
     places = Counter((name, each.start, each.key) for name, those in members.items() for each in those)
-    twins = [each for each in added if each.start is not None and places[each.document, each.start, each.key] > 1]
+    twins = [each for each in added if each.start is not None and places[each.document or "", each.start, each.key] > 1]
     if twins:
         logger.warning(
             "%d of %d chunks (%r is one) are in their documents a second time, at the same place under another id, so that a "
