@@ -13,7 +13,7 @@ import torch
 
 from cacheblend_rag.chunk import context_digest
 from cacheblend_rag.kv import ChunkKV, LayerKV, Rotation, RotationTable, shift_layer
-from cacheblend_rag.model import Decoder, KVCache, ModelCard, placing, text_decoder
+from cacheblend_rag.model import CACHE, Decoder, KVCache, ModelCard, placing, text_decoder
 
 __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "kept_of", "plan_batches", "shared_length"]
 
@@ -217,7 +217,7 @@ class Encoder(ChunkEncoder):
     ) -> list[LayerKV]:
         model = self._decoder.model
         where = {} if positions is None else placing(model, positions)
-        self._read(input_ids=torch.tensor(rows, device=model.device), past_key_values=cache, use_cache=True, **where)
+        self._read(input_ids=torch.tensor(rows, device=model.device), **{CACHE: cache}, use_cache=True, **where)
         return cache.kv()
 
 

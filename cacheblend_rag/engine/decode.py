@@ -22,7 +22,7 @@ from transformers import (
 from cacheblend_rag.engine.protocol import GenerationResult, StopStrings
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.model import answering_first, past_adapters
+from cacheblend_rag.model import CACHE, answering_first, past_adapters
 from cacheblend_rag.stops import Spelling
 
 __all__ = [
@@ -76,7 +76,7 @@ def last_logits(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None, count: int = 1
 ) -> torch.Tensor:
     """Prefill over a cache that may hold its beginning, or the model's own; return the last ``(count, vocab)`` logits."""
-    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+    options: dict[str, Any] = {} if cache is None else {CACHE: cache, "use_cache": True}
     if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
         options["logits_to_keep"] = count
     held = 0 if cache is None else cache.get_seq_length()
@@ -101,7 +101,7 @@ def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, outputs: 
     with torch.no_grad(), injecting:
         output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
             **inputs,
-            **({} if cache is None else {"past_key_values": cache}),
+            **({} if cache is None else {CACHE: cache}),
             max_new_tokens=outputs.limit,
             stopping_criteria=StoppingCriteriaList([outputs]),
             logits_processor=LogitsProcessorList([outputs.process] if brought else []),

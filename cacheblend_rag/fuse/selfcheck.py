@@ -17,7 +17,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.steer import BlendCache, LayerSource, Steering
 from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache, PaddedBatch, before_layers, refusing_failures
+from cacheblend_rag.model import CACHE, Decoder, KVCache, PaddedBatch, before_layers, refusing_failures
 from cacheblend_rag.selection import Selection
 
 __all__ = ["check_batching", "check_blending", "true_kv"]
@@ -119,7 +119,7 @@ def check_batching(decoder: Decoder) -> None:
 
 def _logits(decoder: Decoder, cache: KVCache, **inputs: torch.Tensor) -> torch.Tensor:
     """Return the logits of the last row, ``(batch, 1, vocab)``."""
-    logits: torch.Tensor = decoder.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1:]
+    logits: torch.Tensor = decoder.model(**inputs, **{CACHE: cache}, use_cache=True).logits[:, -1:]
     return logits
 
 

@@ -7,7 +7,7 @@ from cacheblend_rag.model.attention import (
     replace_attention,
     watch_attention,
 )
-from cacheblend_rag.model.cache import KVCache, PaddedBatch, answering_first, past_adapters, unwrapped
+from cacheblend_rag.model.cache import CACHE, KVCache, PaddedBatch, answering_first, past_adapters, unwrapped
 from cacheblend_rag.model.decoder import (
     REACHES,
     Decoder,
@@ -27,6 +27,7 @@ from cacheblend_rag.model.layers import before_layers
 from cacheblend_rag.model.positions import takes_positions
 
 __all__ = [
+    "CACHE",
     "REACHES",
     "AttentionCall",
     "AttentionFunction",

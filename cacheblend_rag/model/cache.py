@@ -13,7 +13,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.kv import LayerKV
 
-__all__ = ["KVCache", "KVCacheLayer", "PaddedBatch", "answering_first", "past_adapters", "unwrapped"]
+__all__ = ["CACHE", "KVCache", "KVCacheLayer", "PaddedBatch", "answering_first", "past_adapters", "unwrapped"]
+
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The argument in which models take their KV cache: transformers 5.24 gave it another name."""
 
 
 class KVCacheLayer(DynamicLayer):
@@ -200,10 +203,10 @@ def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor
 
         @wraps(forward)
         def answer(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("past_key_values") is not cache:
+            if kwargs.get(CACHE) is not cache:
                 return forward(*args, **kwargs)
             stack.close()
-            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+            return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: cache})
 
         def restore() -> None:
             cache.is_hidden = False

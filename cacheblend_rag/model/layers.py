@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.model.cache import KVCache
+from cacheblend_rag.model.cache import CACHE, KVCache
 
 __all__ = ["LayerCalls", "before_layers", "layer_parameters", "watch_layer_calls"]
 
@@ -129,12 +129,12 @@ def watch_layer_calls(
 
     with before_layers(layers, note):
         with flops:
-            decoder(input_ids=ids(_FIRST_ROWS), past_key_values=noting, use_cache=True)
+            decoder(input_ids=ids(_FIRST_ROWS), **{CACHE: noting}, use_cache=True)
         calls.order, calls.updates = list(called), [number for number, _ in noting.at_update]
         if calls.order != list(range(len(layers))) or not calls.updates:
             return calls
         seen = shapes[1]
-        decoder(input_ids=ids(_MORE_ROWS), past_key_values=noting, use_cache=True)
+        decoder(input_ids=ids(_MORE_ROWS), **{CACHE: noting}, use_cache=True)
     calls.row_axes = {path: _row_axis(path, shapes[0].get(path, set()), after) for path, after in seen.items()}
     whole = starts[1] - starts[0]
     if whole > 0:

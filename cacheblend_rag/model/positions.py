@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.kv import LayerKV, Rotation, shift_layer
-from cacheblend_rag.model.cache import KVCache
+from cacheblend_rag.model.cache import CACHE, KVCache
 
 __all__ = ["find_rotations", "kv_at", "takes_positions"]
 
@@ -39,13 +39,13 @@ def kv_at(decoder: nn.Module, num_layers: int, ids: torch.Tensor, position: int)
     cache = KVCache(num_layers)
     if takes_positions(decoder):
         positions = position + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        decoder(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        decoder(input_ids=ids, position_ids=positions, **{CACHE: cache}, use_cache=True)
         return cache.kv()
     # Such a model counts; what stands before the tokens is masked as padding is.
     before = ids[:, :1].expand(-1, position)
     mask = torch.ones(len(ids), position + ids.shape[1], dtype=torch.int64, device=ids.device)
     mask[:, :position] = 0
-    decoder(input_ids=torch.cat((before, ids), dim=1), attention_mask=mask, past_key_values=cache, use_cache=True)
+    decoder(input_ids=torch.cat((before, ids), dim=1), attention_mask=mask, **{CACHE: cache}, use_cache=True)
     return [LayerKV(*(part[:, :, position:] for part in kv)) for kv in cache.kv()]
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.codec import codec_names, make_codec, unpack_layer
 from cacheblend_rag.kv import LayerKV, shift_layer
-from cacheblend_rag.model import Decoder, KVCache, inspect_model
+from cacheblend_rag.model import CACHE, Decoder, KVCache, inspect_model
 
 __all__ = ["MANUAL_PAGES", "kv_loss"]
 
@@ -90,9 +90,7 @@ def _answered(decoder: Decoder, chunk: list[LayerKV], question: torch.Tensor) ->
 def _run(decoder: Decoder, cache: KVCache, ids: torch.Tensor) -> torch.Tensor:
     start = _DISTANCE + cache.get_seq_length()
     positions = torch.arange(start, start + ids.shape[1], device=decoder.device)[None]
-    logits: torch.Tensor = decoder.model(
-        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
-    ).logits
+    logits: torch.Tensor = decoder.model(input_ids=ids, position_ids=positions, **{CACHE: cache}, use_cache=True).logits
     return logits[0].float()
 
 

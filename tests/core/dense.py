@@ -7,6 +7,7 @@ from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.model import CACHE
 from tests.engines import preamble_of
 from tests.families import words
 
@@ -25,7 +26,7 @@ def own_kv(model: PreTrainedModel, ids: Sequence[int], first_position: int = 0) 
     """Return the model's own KV of `ids`, computed at positions from `first_position` on."""
     cache = RecordingCache()
     positions = torch.arange(len(ids))[None] + first_position
-    model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+    model(input_ids=torch.tensor([ids]), position_ids=positions, **{CACHE: cache}, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -100,7 +101,7 @@ def dense_blend(
     whole = stale_kv(model, ids, chunks, prefixes)
     rows = torch.cat([torch.arange(start, stop) for start, stop in chunks])
     cache = _Substituting(whole, rows, rows if recomputed is None else recomputed, checks or {})
-    return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+    return model(input_ids=torch.tensor([ids]), **{CACHE: cache}, use_cache=True).logits[0, -1]
 
 
 SPANS = ((5, 25), (25, 47), (50, 70))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from cacheblend_rag.model import CACHE
+
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int] | None = None) -> torch.Tensor:
@@ -13,4 +15,4 @@ def own_logits(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[i
         return model(torch.tensor([ids])).logits[0, -1]
     # Without a cache, transformers takes gapped positions for several sequences in one.
     places = torch.tensor([positions])
-    return model(input_ids=torch.tensor([ids]), position_ids=places, past_key_values=DynamicCache()).logits[0, -1]
+    return model(input_ids=torch.tensor([ids]), position_ids=places, **{CACHE: DynamicCache()}).logits[0, -1]

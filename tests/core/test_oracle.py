@@ -15,7 +15,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import inspect_model
+from cacheblend_rag.model import CACHE, inspect_model
 from cacheblend_rag.selection import SelectionTask, make_selector
 from tests.core.dense import SPANS, dense_blend, own_kv, random_ids, read_behind, span_layout, span_prompt
 from tests.engines import evict
@@ -50,7 +50,7 @@ def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrain
         cache = BlendCache(decoder.num_layers)
         steering = Steering(decoder, cache, layout, selection, true_kv(own))
         with steering():
-            got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+            got = model(input_ids=torch.tensor([ids]), **{CACHE: cache}, use_cache=True).logits[0, -1]
         assert (got - wanted).abs().max() < TOLERANCE, values
         assert all((kv.keys - true.keys).abs().max() < TOLERANCE for kv, true in zip(cache.kv(), own, strict=True))
         assert steering.recomputed_rows.numel() <= 9

@@ -17,7 +17,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering, selfcheck
 from cacheblend_rag.fuse.selfcheck import true_kv
-from cacheblend_rag.model import KVCache, inspect_model, model_fingerprint
+from cacheblend_rag.model import CACHE, KVCache, inspect_model, model_fingerprint
 from cacheblend_rag.selection import Selection
 from tests.core.dense import random_ids, span_layout
 from tests.families import tiny_tokenizer, words
@@ -80,13 +80,13 @@ def test_blending_is_exact_up_to_what_the_kernels_round(quantise: Callable[..., 
     decoder = inspect_model(quantise())
     model, ids = decoder.model, random_ids(1)
     layout, own, draw = span_layout(ids), KVCache(decoder.num_layers), random.Random(0)
-    wanted = model(input_ids=torch.tensor([ids]), past_key_values=own, use_cache=True).logits[0, -1]
+    wanted = model(input_ids=torch.tensor([ids]), **{CACHE: own}, use_cache=True).logits[0, -1]
     for ratio in (0.0, 0.15, 0.5):
         rows = sorted(draw.sample(layout.context_rows.tolist(), round(ratio * layout.context_tokens)))
         cache = BlendCache(decoder.num_layers)
         selection = Selection(torch.tensor(rows, dtype=torch.int64))
         with Steering(decoder, cache, layout, selection, true_kv(own.kv()))():
-            got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+            got = model(input_ids=torch.tensor([ids]), **{CACHE: cache}, use_cache=True).logits[0, -1]
         # Kernels that round what they are handed differ from themselves once a last bit of it does.
         assert (got - wanted).norm() / wanted.norm() <= 0.3
     # Some packages change the weights when their state is asked for.

@@ -22,6 +22,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import (
+    CACHE,
     AttentionCall,
     Decoder,
     attention_weights,
@@ -144,7 +145,7 @@ class Repairing:
         ids = kwargs.get("input_ids")
         return (
             not self._busy
-            and kwargs.get("past_key_values") is self._cache
+            and kwargs.get(CACHE) is self._cache
             and self._cache.steering is None
             and isinstance(ids, torch.Tensor)
             and ids.shape[1] == 1
@@ -208,7 +209,7 @@ class Repairing:
         self._busy = True
         try:
             with steering():
-                logits: torch.Tensor = decoder.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1:]
+                logits: torch.Tensor = decoder.model(**inputs, **{CACHE: cache}, use_cache=True).logits[:, -1:]
         finally:
             self._busy = False
         self.charge += steering.charge + decoder.num_layers

@@ -15,6 +15,7 @@ from cacheblend_attachments.watching import Watching, watch_forward
 from cacheblend_rag.engine.backend import RunningForward
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.model import (
+    CACHE,
     REACHES,
     AttentionCall,
     attention_weights,
@@ -154,7 +155,7 @@ class Eviction:
     def _after_prefill(
         self, stack: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if kwargs.get("past_key_values") is not self._cache:
+        if kwargs.get(CACHE) is not self._cache:
             return
         # Decoding is not watched, and costs what it costs without eviction.
         stack.close()

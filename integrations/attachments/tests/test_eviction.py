@@ -17,7 +17,7 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import inspect_model
+from cacheblend_rag.model import CACHE, inspect_model
 from cacheblend_rag.selection import Selection
 from tests.core.dense import RecordingCache
 from tests.families import CASES, tiny_model
@@ -39,7 +39,7 @@ def eager_forward(
     """The weights that eager attention hands out, and KV, layer by layer."""
     cache = RecordingCache()
     inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions])}
-    output = model(**inputs, past_key_values=cache, use_cache=True, output_attentions=True)
+    output = model(**inputs, **{CACHE: cache}, use_cache=True, output_attentions=True)
     return list(output.attentions), [LayerKV(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -103,7 +103,7 @@ def dense_decode(
     for _ in range(STEPS):
         with hidden_columns(kept, LENGTH):
             inputs = {"input_ids": torch.tensor([fed]), "position_ids": torch.tensor([at])}
-            output = model(**inputs, past_key_values=cache, use_cache=True)
+            output = model(**inputs, **{CACHE: cache}, use_cache=True)
         logits.append(output.logits[0, -1])
         fed, at = [int(logits[-1].argmax())], [at[-1] + 1]
         tokens += fed
@@ -129,7 +129,7 @@ def _generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         position_ids=torch.tensor([list(positions)]),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=STEPS,
         min_new_tokens=STEPS,
         do_sample=False,
@@ -200,7 +200,7 @@ def test_the_memory_of_what_is_evicted_is_given_back() -> None:
     model = tiny_model("llama")
     cache = BlendCache(6)
     with torch.no_grad(), _eviction(model, cache, room=3)():
-        model(input_ids=torch.tensor([_ids(5)]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([_ids(5)]), **{CACHE: cache}, use_cache=True)
     kept = LENGTH - 65 + CAPACITY
     for held in cache.kv_layers:
         assert held.keys is not None and held.values is not None

@@ -14,7 +14,7 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import inspect_model
+from cacheblend_rag.model import CACHE, inspect_model
 from cacheblend_rag.selection import Selection
 from tests.core.dense import (
     LENGTH,
@@ -51,7 +51,7 @@ def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
     steering = Steering(decoder, cache, layout, Selection(torch.tensor([], dtype=torch.int64)), own)
     repair = Repairing(Repair(0.6, limit=0.0, stop_layer=6), decoder, cache, layout, steering)
     with steering(), repair():
-        got = model.generate(ids, past_key_values=cache, **options, **scored)
+        got = model.generate(ids, **{CACHE: cache}, **options, **scored)
     assert 0 < repair.repaired_rows < 62
     assert got.sequences.tolist() == wanted.sequences.tolist()
     for one, other in zip(got.logits, wanted.logits, strict=True):
@@ -90,10 +90,10 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch,
         text = [row for row in range(LENGTH) if row not in rows]
         # The prefill without any recompute, and the first step behind it.
         prefill = _Replacing(stale_kv(model, ids, SPANS, prefixes), text)
-        first = int(model(torch.tensor([ids]), past_key_values=prefill, use_cache=True).logits[0, -1].argmax())
+        first = int(model(torch.tensor([ids]), **{CACHE: prefill}, use_cache=True).logits[0, -1].argmax())
         held = [(layer.keys, layer.values) for layer in prefill.layers]
         options = {"input_ids": torch.tensor([[*ids, first]]), "use_cache": True, "output_attentions": True}
-        step = model(**options, past_key_values=_Replacing(held, [LENGTH]))
+        step = model(**options, **{CACHE: _Replacing(held, [LENGTH])})
         mass = torch.stack([step.attentions[layer][0, :, -1][:, rows].mean(dim=0) for layer in (1, 2)]).mean(dim=0)
         heaviest = mass.argsort(descending=True)
         limit = float(mass[heaviest[5:7]].mean()) if limited else 0.0
@@ -103,7 +103,7 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch,
     # A quarter of the work, less the newest token's own redone step and what was spent on looking.
     assert repaired == 6 if limited else 10 < repaired < 0.25 * 62
     chosen = [rows[index] for index in heaviest[:repaired].tolist()]
-    redone = model(**options, past_key_values=_Replacing(held, [*chosen, LENGTH]))
+    redone = model(**options, **{CACHE: _Replacing(held, [*chosen, LENGTH])})
     assert result.token_ids == (first, int(redone.logits[0, -1].argmax()))
     assert limited or result.report.charged_ratio <= 0.25
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import refuse_compiled, refusing_failures, takes_positions, text_decoder
+from cacheblend_rag.model import CACHE, refuse_compiled, refusing_failures, takes_positions, text_decoder
 
 __all__ = ["States"]
 
@@ -96,7 +96,7 @@ class States:
 
     def _arguments(self, cache: DynamicCache, ids: Sequence[int], start: int) -> dict[str, Any]:
         inputs = {"input_ids": torch.tensor([ids], device=self.model.device), **self.places(start + len(ids), start)}
-        return {**inputs, "past_key_values": cache, "use_cache": True}
+        return {**inputs, CACHE: cache, "use_cache": True}
 
     def _check(self, name: str, ids: list[int], state: list[LayerKV]) -> None:
         """Raise `UnsupportedModelError` if the model does not go on after a state, at once, as if it had read all."""

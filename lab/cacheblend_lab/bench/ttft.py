@@ -19,6 +19,7 @@ from cacheblend_lab.bench.tiers import cold_folder, drop_cached, still_cached
 from cacheblend_lab.cli.options import parse_names, parse_numbers
 from cacheblend_rag.chunk import BlendPrompt, FixedText
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.model import CACHE
 from cacheblend_rag.report import BlendReport
 
 __all__ = ["measure"]
@@ -122,7 +123,7 @@ def measure(
 
 @torch.no_grad()
 def _first_id(made: RandomModel, ids: torch.Tensor, cache: DynamicCache | None) -> None:
-    int(made.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+    int(made.model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
 
 
 def _row(method: _Method, times: dict[_Method, list[float]], reports: list[BlendReport]) -> Row:

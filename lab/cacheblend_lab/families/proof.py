@@ -27,7 +27,7 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.fuse.selfcheck import true_kv
 from cacheblend_rag.kv import LayerKV, shift_layer
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache, text_decoder
+from cacheblend_rag.model import CACHE, Decoder, KVCache, text_decoder
 from cacheblend_rag.selection import Selection
 
 __all__ = ["Proof", "families", "prove", "prove_family"]
@@ -127,7 +127,7 @@ def _oracle(decoder: Decoder) -> float:
     inputs = torch.tensor([ids], device=decoder.device)
     layout = PromptLayout(tuple(ids), tuple(range(_LENGTH)), tuple(ChunkSpan(a, b, a) for a, b in _SPANS))
     own = KVCache(decoder.num_layers)
-    wanted = decoder.model(input_ids=inputs, past_key_values=own, use_cache=True).logits[0, -1]
+    wanted = decoder.model(input_ids=inputs, **{CACHE: own}, use_cache=True).logits[0, -1]
     draw = random.Random(0)
     worst = 0.0
     for ratio in (0.0, 0.05, 0.15, 0.5):
@@ -135,7 +135,7 @@ def _oracle(decoder: Decoder) -> float:
         cache = BlendCache(decoder.num_layers)
         selection = Selection(torch.tensor(rows, dtype=torch.int64))
         with Steering(decoder, cache, layout, selection, true_kv(own.kv()))():
-            got = decoder.model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1]
+            got = decoder.model(input_ids=inputs, **{CACHE: cache}, use_cache=True).logits[0, -1]
         worst = max(worst, _distance(got, wanted))
     return worst
 
@@ -171,7 +171,7 @@ def _after(decoder: Decoder) -> float:
             first, count = len(prefix) + len(target.context), len(target.token_ids)
             cache = KVCache(decoder.num_layers)
             inputs = torch.tensor([[*prefix, *target.context, *target.token_ids]], device=decoder.device)
-            text_decoder(decoder.model)(input_ids=inputs, past_key_values=cache, use_cache=True)
+            text_decoder(decoder.model)(input_ids=inputs, **{CACHE: cache}, use_cache=True)
             for rotation, stored, layer in zip(decoder.rotations, encoded.layers, cache.kv(), strict=True):
                 moved = LayerKV(*(part.clone() for part in stored))
                 if rotation is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from cacheblend_rag.model import KVCache, inspect_model
+from cacheblend_rag.model import CACHE, KVCache, inspect_model
 
 __all__ = ["VOCABULARY", "tiny_config", "tiny_model", "with_outliers"]
 
@@ -261,7 +261,7 @@ def with_outliers(model: PreTrainedModel, size: float = 150.0) -> PreTrainedMode
             module.bias = nn.Parameter(module.weight.new_zeros(module.out_features))
     cache = KVCache(decoder.num_layers)
     with torch.enable_grad():
-        model(input_ids=torch.arange(3, 9)[None], past_key_values=cache, use_cache=True)
+        model(input_ids=torch.arange(3, 9)[None], **{CACHE: cache}, use_cache=True)
     for layer, kv, rotation in zip(layers, cache.kv(), decoder.rotations, strict=True):
         turned = kv.values if rotation is not None and rotation.part == "values" else kv.keys
         given = [getattr(each, "bias", None) for each in layer.modules() if not isinstance(each, nn.LayerNorm)]

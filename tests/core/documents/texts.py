@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.kv import LayerKV, shift_layer
-from cacheblend_rag.model import KVCache
+from cacheblend_rag.model import CACHE, KVCache
 from cacheblend_rag.store import KVReader
 from tests.engines import preamble_of, store_of
 from tests.families import words
@@ -61,7 +61,7 @@ def expected(engine: BlendEngine, context: Sequence[int], ids: Sequence[int]) ->
     prefix = preamble_of(engine)
     cache = KVCache(decoder.num_layers)
     inputs = torch.tensor([[*prefix, *context, *ids]])
-    decoder.model.get_decoder()(input_ids=inputs, past_key_values=cache, use_cache=True)
+    decoder.model.get_decoder()(input_ids=inputs, **{CACHE: cache}, use_cache=True)
     start = len(prefix) + len(context)
     rows = []
     for layer, rotation in zip(cache.kv(), decoder.rotations, strict=True):
