@@ -54,7 +54,7 @@ def test_every_node_hits_afterwards(
         assert (done.encoded, done.unchanged) == (5, 0)
     else:
         # What takes no longer shows none.
-        monkeypatch.setattr("llama_index_cacheblend.nodes._SHOWN_AFTER_S", 0)
+        monkeypatch.setattr("cacheblend_rag.chat.engines._SHOWN_AFTER_S", 0.0)
         result = warm_index(bare, engine=llm.engine, show_progress=True)
         assert (result.encoded, result.unchanged) == (5, 0) and result.tokens > 0
         assert "100%" in capsys.readouterr().err
