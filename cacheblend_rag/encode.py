@@ -70,6 +70,8 @@ class ChunkEncoder(ABC):
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, in batches: the index of each target, and its KV on the CPU, as if it stood right after
         the preamble.
+
+        `ChunkKV.start` is where it was read, and `ChunkKV.context` the `context_digest` of the target's context.
         """
 
     @abstractmethod

@@ -178,7 +178,7 @@ class EncodingModel(ABC):
     window: int | None
     # How a prompt beyond the window could be taken, where anything but a shorter one helps.
     window_hint: str = ""
-    # Form of its KV; None where there is none to store.
+    # Form of its KV, without transformers a ``ModelCard("", window, dtype, shapes, rotations)``; None where none is stored.
     form: Decoder | ModelCard | None
     num_kv_layers: int
     num_embeddings: int
@@ -201,8 +201,9 @@ class Backend(EncodingModel):
     """A model that engines ask; `BlendEngine` is given one in place of a model of transformers.
 
     For each request it fills in what `make_report` reads: in `Request.state` the `selection`, or why there is none
-    (`fallback_reason`); `hits` and `reasons` of the chunks, which `KVSupply` does; `recomputed` and `charge`, unless the prompt
-    was computed in full; `forward_started`; and in `figures` what else `BlendReport` has. `Request.supply` is its engine's.
+    (`fallback_reason`); `hits` and `reasons` of the chunks, by ``request.supply.readers(request)``, or ``note_held`` for a prompt
+    that is computed in full; `recomputed` and `charge`, unless it is; `queue_s`, `forward_started`; and in `figures` what else
+    `BlendReport` has. `tests/core/stub.py` is the least one.
     """
 
     name: str
@@ -237,6 +238,10 @@ class Backend(EncodingModel):
     ) -> Iterator[tuple[Request, GenerationResult | Exception]]:
         """Answer prompts of one engine whose options differ in objects only, at most `batch_size` together; yield each with what
         came of it.
+
+        The model is taken by ``scheduler.take(place, request.deadline, ...)``; errors are yielded. KV that cannot be read raises
+        `ChunkReadError`: after ``request.supply.note_unreadable`` the prompt is read again, and the chunk is a miss. `Outputs` of
+        `engine.decode` takes tokens as they are chosen: it streams and stops them, and makes the result.
         """
 
     @abstractmethod

@@ -382,7 +382,8 @@ class BlendEngine(ChunkLibrary):
         `UnsupportedModelError` if the model's KV cannot be moved.
         """
         if self.decoder is None or not self.decoder.is_movable:
-            raise UnsupportedModelError(self.unsupported_reason or f"KV of {self.model_name} cannot be moved")
+            why = f"the KV of {self.model_name} is in a form of its own, or cannot be moved"
+            raise UnsupportedModelError(self.unsupported_reason or f"{why}, so no other server takes it")
         with self.backend.scheduler:
             return ModelCard.of(self.decoder, self._identity, self.window)
 

@@ -249,7 +249,7 @@ def _chunk_report(request: Request, chunk: PromptChunk, recomputed: torch.Tensor
     rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
     if chunk.stop <= request.layout.resumed_rows:
         return ChunkReport(chunk.id, len(chunk), True, rows, None, "prefix", attention)
-    hit = state.hits[chunk.key] and chunk.key not in state.unreadable
+    hit = state.hits.get(chunk.key, False) and chunk.key not in state.unreadable
     reason = None if hit else why_missed(request, chunk)
     return ChunkReport(chunk.id, len(chunk), hit, rows, reason, state.tiers.get(chunk.key), attention)
 

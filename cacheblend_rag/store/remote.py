@@ -365,6 +365,10 @@ def open_remote(
     scheme = url.partition(":")[0]
     limits, options = (connect_timeout_s, read_timeout_s), dict(storage_options or {})
     for entry in entry_points(group="cacheblend_rag.remotes", name=scheme):
+        if ttl_s is not None:
+            raise ConfigError(
+                f"ttl_s={ttl_s}: the tier of {location} is another package's; leave it out, and set it there"
+            )
         tier: RemoteTier = entry.load()(url, location, *limits, options)
         return tier
     if scheme in _REDIS:

@@ -64,7 +64,7 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
 
 def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
     tier = opener()
-    store = opened(tmp_path, opener())
+    store = opened(tmp_path / "kv", opener())
     add(store, *range(4))
     store.flush()
     keys = [key_of(number) for number in range(4)]

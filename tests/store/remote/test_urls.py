@@ -52,7 +52,7 @@ def test_credentials_are_never_shown(user: str, password: str) -> None:
 @pytest.mark.parametrize(("package", "url"), [("redis", "redis://host"), ("fsspec", "memory://x")])
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str, url: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"cacheblend-rag\[{package}\]"):
+    with pytest.raises(ConfigError, match=rf"-e '\.\[{package}\]'"):
         open_remote(url)
 
 
