@@ -257,7 +257,7 @@ class RedisTier:
         self._guard = Guard(location, self._errors)
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        name = f"cacheblend-rag:chunk:{valid_key(key)}"
+        name = self._name(key)
         if chunk.nbytes > _MOST_BYTES:
             raise StoreError(f"a chunk of {chunk.nbytes} bytes exceeds the {_MOST_BYTES} that Redis keeps in one value")
         with self._guard.calling("store a chunk"):
@@ -267,7 +267,7 @@ class RedisTier:
                 self._client.pexpire(name, self._ttl_ms)
 
     def open(self, key: str) -> ByteSource | None:
-        name = f"cacheblend-rag:chunk:{valid_key(key)}"
+        name = self._name(key)
         with self._guard.calling("look a chunk up"):
             head, size = self._head(name, _HEAD_BYTES)
 
@@ -277,7 +277,7 @@ class RedisTier:
         return RemoteSource(self._guard, "redis", size, read, head) if size else None
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        names = [f"cacheblend-rag:chunk:{valid_key(key)}" for key in keys]
+        names = [self._name(key) for key in keys]
         with self._guard.calling("look chunks up"):
             pipeline = self._client.pipeline(transaction=False)
             for name in names:
@@ -285,7 +285,7 @@ class RedisTier:
             return [bool(count) for count in pipeline.execute()] if names else []
 
     def drop(self, keys: Iterable[str]) -> None:
-        names = [f"cacheblend-rag:chunk:{valid_key(key)}" for key in keys]
+        names = [self._name(key) for key in keys]
         with self._guard.calling("remove chunks"):
             for start in range(0, len(names), _KEYS_AT_ONCE):
                 self._client.unlink(*names[start : start + _KEYS_AT_ONCE])
@@ -294,6 +294,10 @@ class RedisTier:
         self._guard.closed = True
         with suppress(*self._errors):
             self._client.close()
+
+    @staticmethod
+    def _name(key: str) -> str:
+        return f"cacheblend-rag:chunk:{valid_key(key)}"
 
     def _head(self, name: str, nbytes: int) -> tuple[bytes, int]:
         pipeline = self._client.pipeline(transaction=False)

@@ -35,7 +35,6 @@ __all__ = ["Trial", "copying", "ledgers", "manual", "table"]
 
 CHUNK_TOKENS, RETRIEVED, ANSWER_TOKENS = 220, 5, 24
 FULL_PREFILL = BlendConfig(recompute_ratio=1)
-_CONFIG = EngineConfig(separator="\n\n")
 _SENTENCE = re.compile(r"[A-Z][^.!?\n]{80,240}[.]")
 _COPIED_WORDS = 8
 
@@ -158,13 +157,15 @@ class Trial:
     def engine(self, companions: str) -> Any:
         """Return the engine with these companions; its chunks are named, and encoded when they are first asked for."""
         if companions not in self._engines:
-            config = _CONFIG.replace(prefix_bytes=0, companions=companions)
-            store = self._folder / companions
-            namer = self._model.another(config=config, store=store)
+            namer = self._another(companions, prefix_bytes=0)
             namer.add(self._chunks, background=True)
             namer.close(wait=False)
-            self._engines[companions] = self._model.another(config=config, store=store)
+            self._engines[companions] = self._another(companions, prefix_bytes=0)
         return self._engines[companions]
+
+    def _another(self, companions: str, **changes: Any) -> Any:
+        config = EngineConfig(separator="\n\n", companions=companions, **changes)
+        return self._model.another(config=config, store=self._folder / companions)
 
     def after(self, engine: Any, prompt: BlendPrompt, answer: Sequence[int], blend: BlendConfig) -> torch.Tensor:
         """Return the log-probabilities at each token of an answer, ``(tokens, vocab)``."""
@@ -182,9 +183,7 @@ class Trial:
         companions = ways[0].partition("/")[0]
         self.engine(companions)
         # It keeps the prompt's own KV, so that it is read once.
-        with self._model.another(
-            config=_CONFIG.replace(companions=companions), store=self._folder / companions
-        ) as alone:
+        with self._another(companions) as alone:
             given = alone.generate(prompt, ANSWER_TOKENS, blend=FULL_PREFILL, do_sample=False)
             text, answer = given.text, list(given.token_ids)
             wanted = self.after(alone, prompt, answer, FULL_PREFILL)
