@@ -320,6 +320,8 @@ class Tuning:
     encode_batch_tokens: int = 4096
     # Most tokens of KV, padding and room for the answers included, with which prompts are decoded together.
     decode_batch_tokens: int = 32_768
+    # Most tokens that are guessed from the prompt and computed with an answer's next one.
+    lookup_tokens: int = 15
     # Layers that the loader may be ahead of the computation.
     prefetch_layers: int = 2
     # Threads that read, check and decode stored KV meanwhile; by default one for every two cores, at most 4.

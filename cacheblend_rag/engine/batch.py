@@ -21,6 +21,7 @@ from transformers.utils.generic import TransformersKwargs
 from cacheblend_rag.config import BlendConfig, Tuning, did_you_mean
 from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import NEUTRAL, OBJECT_OPTIONS, ROOM_FOR_OUTPUT, Outputs, Prefilled, decode, token_ids
+from cacheblend_rag.engine.lookup import Pace
 from cacheblend_rag.engine.protocol import GenerationResult
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.seeded import seeded
@@ -74,6 +75,7 @@ class BatchingBackend(Backend):
         self.tuning = tuning
         self._batch_tokens = tuning.decode_batch_tokens
         self._tries_batching = tuning.self_check
+        self._pace = Pace(tuning.lookup_tokens)
 
     @abstractmethod
     def prefill(self, request: Request, headroom: int, logits_to_keep: int = 1) -> AbstractContextManager[Prefilled]:
@@ -242,12 +244,18 @@ class BatchingBackend(Backend):
         outputs = Outputs(self.tokenizer, requests, limits, token_ids(ends))
         if len(requests) == 1:
             with self.prefill(requests[0], limits[0]) as prefilled:
-                decode(self.model, self.tokenizer, prefilled, outputs)
+                decode(self.model, self.tokenizer, prefilled, outputs, self._pace_of(requests[0]))
         elif (prompts := self._prefill_all(requests, outputs)) is not None:
             decode(self.model, self.tokenizer, prompts, outputs)
         for request in requests:
             request.state.figures["batch_size"] = len(requests)
         return [outputs.result(row, self.num_layers) for row in range(len(requests))]
+
+    def _pace_of(self, request: Request) -> Pace | None:
+        """Return the model's pace where several rows of a prompt may be decoded at once."""
+        decoder = self.decoder
+        is_plain = decoder is not None and decoder.rope_reach is None and attached_reason(request) is None
+        return self._pace if is_plain else None
 
     def _prefill_all(self, requests: Sequence[Request], outputs: Outputs) -> Prefilled | None:
         """Prefill prompts one after the other into a padded batch; one that fails or was given up is dropped."""

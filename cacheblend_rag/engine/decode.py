@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +19,13 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from cacheblend_rag.engine.lookup import Lookup, Pace, is_clear
 from cacheblend_rag.engine.protocol import GenerationResult, StopStrings
 from cacheblend_rag.engine.request import Request, make_report
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.model import CACHE, answering_first, past_adapters
+from cacheblend_rag.model import CACHE, KVCache, answering_first, past_adapters
 from cacheblend_rag.stops import Spelling
 
 __all__ = [
@@ -87,8 +90,79 @@ def last_logits(
     return logits[0, -count:].clone()
 
 
-def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, outputs: Outputs) -> None:
-    """Decode the answers to prompts that were read."""
+# What a step of `generate` gives to a model, beside its cache; with anything else nothing is guessed.
+_STEP = {"input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache", "return_dict", CACHE}
+# Of the greatest score, in steps of the dtype: how far two may be apart that a step of other rows gives in another order.
+_ULPS = 4
+
+
+class _Ahead:
+    """Computes with a prompt's next token what its answer may go on with, and answers the forwards that come to it."""
+
+    def __init__(self, cache: KVCache, lookup: Lookup, end: int, dtype: torch.dtype) -> None:
+        self._cache, self._lookup, self._end = cache, lookup, end
+        self._eps = torch.finfo(dtype).eps
+        # Guesses, each with the logits after it.
+        self._known: deque[tuple[int, torch.Tensor]] = deque()
+        # Rows of the forward under way, and when it began.
+        self._under_way: tuple[int, float] | None = None
+
+    def __call__(self, forward: Callable[..., Any], **given: Any) -> Any:
+        if self._under_way is not None:
+            rows, began = self._under_way
+            self._lookup.pace.note_step(rows, time.perf_counter() - began)
+            self._under_way = None
+        held, token = self._cache.get_seq_length(), int(given["input_ids"][0, -1])
+        self._lookup.add(token)
+        guess, logits = self._known.popleft() if self._known else (None, None)
+        if logits is not None and guess == token and self._is_clear(logits):
+            return self._answer(logits, held)
+        self._known.clear()
+        # What rounding may decide is computed alone.
+        guesses = [] if guess == token else self._guess(given, self._end - held - 1)
+        began = time.perf_counter()
+        if guesses:
+            rows = forward(**_with(given, guesses)).logits[0, -1 - len(guesses) :]
+            if self._is_clear(rows[0]):
+                self._known.extend(zip(guesses, rows[1:], strict=True))
+                self._under_way = len(rows), began
+                return self._answer(rows[0], held)
+            self._cache.cut(held)
+            return forward(**given)
+        self._under_way = 1, began
+        return forward(**given)
+
+    def _guess(self, given: dict[str, Any], most: int) -> list[int]:
+        is_plain = all(given[name] in (None, False) for name in given.keys() - _STEP)
+        return self._lookup.guess(most) if is_plain and given["input_ids"].shape == (1, 1) else []
+
+    def _is_clear(self, logits: torch.Tensor) -> bool:
+        return is_clear(logits, _ULPS * self._eps * float(logits.abs().max()))
+
+    def _answer(self, logits: torch.Tensor, held: int) -> CausalLMOutputWithPast:
+        # The layers have the rows of guesses behind those that they count.
+        self._cache.cut(held + 1)
+        cache: Any = self._cache
+        return CausalLMOutputWithPast(logits=logits[None, None], **{CACHE: cache})
+
+
+def _with(given: dict[str, Any], guesses: Sequence[int]) -> dict[str, Any]:
+    """Return what a step is given, with rows for guesses."""
+    ids, count = given["input_ids"], len(guesses)
+    wider = {**given, "input_ids": torch.cat([ids, ids.new_tensor([guesses])], dim=1)}
+    if (mask := given.get("attention_mask")) is not None:
+        wider["attention_mask"] = torch.cat([mask, mask.new_ones(1, count)], dim=1)
+    if (places := given.get("position_ids")) is not None:
+        wider["position_ids"] = places + torch.arange(count + 1, device=places.device)
+    if "logits_to_keep" in given:
+        wider["logits_to_keep"] = count + 1
+    return wider
+
+
+def decode(
+    model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, outputs: Outputs, pace: Pace | None = None
+) -> None:
+    """Decode the answers to prompts that were read; with `pace` those of a single one with what is guessed of it."""
     # What ends a row by its text is watched here.
     taken = (*OBJECT_OPTIONS, "stop_strings")
     options = NEUTRAL | {name: value for name, value in outputs.rows[0].request.options.items() if name not in taken}
@@ -96,7 +170,13 @@ def decode(model: PreTrainedModel, tokenizer: Any, prompts: Prefilled, outputs: 
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inputs, cache = dict(prompts.inputs), prompts.cache
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
-    injecting = nullcontext() if prompts.logits is None else answering_first(model, cache, prompts.logits)
+    injecting: AbstractContextManager[None] = nullcontext()
+    if prompts.logits is not None:
+        ahead = None
+        if pace is not None:
+            layout = outputs.rows[0].request.prompt.layout
+            ahead = _Ahead(cache, Lookup(layout.token_ids, pace), len(layout) + outputs.limit, model.dtype)
+        injecting = answering_first(model, cache, prompts.logits, ahead)
     brought = any(each.request.options.get("logits_processor") for each in outputs.rows)
     with torch.no_grad(), injecting:
         output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor

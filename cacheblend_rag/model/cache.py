@@ -191,10 +191,13 @@ class PaddedBatch:
 
 
 @contextmanager
-def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor) -> Iterator[None]:
+def answering_first(
+    model: PreTrainedModel, cache: KVCache, logits: torch.Tensor, later: Callable[..., Any] | None = None
+) -> Iterator[None]:
     """Have the first forward over a cache that holds whole prompts be answered with `logits`, ``(prompts, vocab)``.
 
-    Until then the cache says that it is empty, as ``generate`` finds it before a prefill. The caller has the model's lock.
+    Until then the cache says that it is empty, as ``generate`` finds it before a prefill. With `later` that is called instead of
+    each forward after it, with the model's own and the keywords. The caller has the model's lock.
     """
     # What wraps a model (adapters) hands generate on to the model inside.
     model = unwrapped(model)
@@ -205,7 +208,11 @@ def answering_first(model: PreTrainedModel, cache: KVCache, logits: torch.Tensor
         def answer(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get(CACHE) is not cache:
                 return forward(*args, **kwargs)
-            stack.close()
+            if not cache.is_hidden and later is not None:
+                return later(forward, **kwargs)
+            cache.is_hidden = False
+            if later is None:
+                stack.close()
             return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: cache})
 
         def restore() -> None:

@@ -13,10 +13,11 @@ import torch
 from cacheblend_gguf.decoding import Answering, processors
 from cacheblend_gguf.encoding import LlamaEncoder
 from cacheblend_gguf.llama import HEAD_CELLS, Llama
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, Tuning
 from cacheblend_rag.engine import GenerationResult
 from cacheblend_rag.engine.backend import Backend
 from cacheblend_rag.engine.decode import Outputs, token_ids
+from cacheblend_rag.engine.lookup import Pace
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.errors import ChunkReadError, ConfigError
 from cacheblend_rag.model import ModelCard
@@ -32,7 +33,7 @@ _AT_ONCE = 16
 class LlamaBackend(Backend):
     """A model that llama.cpp runs, and answers all callers of together."""
 
-    def __init__(self, llama: Llama, encode_batch_tokens: int) -> None:
+    def __init__(self, llama: Llama, tuning: Tuning) -> None:
         self.llama, self.tokenizer, self.window, self.window_hint = (
             llama,
             llama.tokenizer,
@@ -45,7 +46,8 @@ class LlamaBackend(Backend):
         # Its sizes, in bytes, are all that is asked of a model elsewhere.
         shapes = tuple((1, keys.nbytes, values.nbytes) for keys, values in llama.form.layers)
         self.form = self._card = ModelCard("", llama.window, torch.uint8, shapes, (None,) * len(shapes))
-        self._encode_batch_tokens = encode_batch_tokens
+        self._encode_batch_tokens = tuning.encode_batch_tokens
+        llama.decoding.pace = Pace(tuning.lookup_tokens)
 
     @property
     def end_ids(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from transformers import (
 
 from cacheblend_rag.engine.backend import GLANCE_S
 from cacheblend_rag.engine.decode import Outputs
+from cacheblend_rag.engine.lookup import Lookup, Pace, is_clear
 from cacheblend_rag.engine.request import Request
 from cacheblend_rag.engine.seeded import SeededSampling
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ChunkReadError, ConfigError
@@ -46,6 +47,8 @@ _PROCESSORS: dict[str, Any] = {
     "prefix_allowed_tokens_fn": partial(PrefixConstrainedLogitsProcessor, num_beams=1),
 }
 _OTHERS = (*_PROCESSORS, "logits_processor", "stopping_criteria", "stop_strings", "eos_token_id")
+# How far a score must be ahead: llama.cpp computes with 8 bits, and in another order where a step has more rows.
+_CLEAR = 0.5
 # Seconds that a call waits at least: the thread takes its time to begin, even where nobody else asks.
 _LEAST_S = 0.05
 
@@ -86,6 +89,9 @@ class Answering:
     scores: list[Scores] = field(default_factory=list)
     sequence: int = -1
     output: list[int] = field(default_factory=list)
+    # What may come next, once the first token is there; and whether the next one is to be computed alone.
+    lookup: Lookup | None = None
+    is_doubtful: bool = False
     # Of the prompt and the answer, `(1, tokens)`.
     ids: torch.Tensor = field(init=False)
     # Cancelled by who waits no longer, as long as it has not begun.
@@ -131,6 +137,8 @@ class Answering:
         token = int(given.argmax())
         self.output.append(token)
         self.ids[0, length] = token
+        if self.lookup is not None:
+            self.lookup.add(token)
         is_last = bool(self.outputs(self.ids[:, : length + 1], None))
         if (error := self.outputs.rows[0].error) is not None:
             raise error
@@ -142,6 +150,7 @@ class Decoding:
 
     def __init__(self, llama: Llama) -> None:
         self._llama = llama
+        self.pace = Pace()
         self._lock = threading.Lock()
         self._waiting: deque[Answering] = deque()
         self._active: list[Answering] = []
@@ -234,9 +243,8 @@ class Decoding:
         if row > last:
             # What is stored reaches into the tokens whose scores are wanted.
             self._llama.remove(answering.sequence, last)
-        self._llama.decode(layout.token_ids[row:last], row, answering.sequence)
-        ids = enumerate(layout.token_ids[last:], last)
-        answering.scores = self._llama.step([(id, place, answering.sequence, True) for place, id in ids])
+            row = last
+        answering.scores = self._llama.decode(layout.token_ids[row:], row, answering.sequence, answering.logits_to_keep)
         return answering.outputs is None or answering.choose(answering.scores[-1])
 
     def _put(self, answering: Answering, begin: int) -> int:
@@ -256,22 +264,54 @@ class Decoding:
         return len(reader.token_ids)
 
     def _step(self) -> None:
-        """Compute the next token of all answers under way."""
+        """Compute the next token of all answers under way; of one alone what it may go on with too."""
         active = list(self._active)
         for each in active:
             each.request.state.figures["batch_size"] = max(each.request.state.figures.get("batch_size", 1), len(active))
+        guesses = self._guess(active[0]) if len(active) == 1 else []
         asked = [
-            (each.output[-1], len(each.request.prompt.layout) + len(each.output) - 1, each.sequence, True)
+            (id, len(each.request.prompt.layout) + len(each.output) - 1 + number, each.sequence, True)
             for each in active
+            for number, id in enumerate((each.output[-1], *guesses))
         ]
+        began = time.perf_counter()
         try:
             found = self._llama.step(asked)
         except Exception as error:  # handed to all who wait
             for each in active:
                 self._leave(each, error)
             return
-        for each, scores in zip(active, found, strict=True):
-            self._attempt(each, lambda answering, scores=scores: answering.choose(scores))
+        if len(active) == 1:
+            self.pace.note_step(len(asked), time.perf_counter() - began)
+        for number, each in enumerate(active):
+            own = found if guesses else found[number : number + 1]
+            self._attempt(each, lambda answering, own=own: self._take(answering, guesses, own))
+
+    def _guess(self, answering: Answering) -> list[int]:
+        if answering.lookup is None:
+            answering.lookup = Lookup(answering.ids[0, : len(answering.request.prompt.layout)].tolist(), self.pace)
+            for token in answering.output:
+                answering.lookup.add(token)
+        is_doubtful, answering.is_doubtful = answering.is_doubtful, False
+        return [] if is_doubtful else answering.lookup.guess(answering.limit - len(answering.output) - 1)
+
+    def _take(self, answering: Answering, guesses: list[int], found: list[Scores]) -> bool:
+        """Choose the next token, and those behind it as long as they are what was guessed; return whether the last was chosen."""
+        try:
+            for number, scores in enumerate(found):
+                if guesses and not is_clear(torch.from_numpy(scores), _CLEAR):
+                    answering.is_doubtful = True
+                    return False
+                if answering.choose(scores):
+                    return True
+                if answering.output[-1:] != guesses[number : number + 1]:
+                    return False
+        finally:
+            if guesses:
+                # What was read stays up to before the newest token.
+                rows = len(answering.request.prompt.layout) + len(answering.output) - 1
+                self._llama.remove(answering.sequence, rows)
+        return False
 
     def _attempt(self, answering: Answering, work: Any) -> None:
         """Do one answer's part; what goes wrong in it is that answer's alone."""

@@ -34,7 +34,7 @@ class GGUFEngine(BlendEngine):
 
     def __init__(self, llama: Llama | LlamaBackend, **settings: Any) -> None:
         tuning = settings.get("tuning") or Tuning()
-        backend = LlamaBackend(llama, tuning.encode_batch_tokens) if isinstance(llama, Llama) else llama
+        backend = LlamaBackend(llama, tuning) if isinstance(llama, Llama) else llama
         self.llama, self._owns_llama = backend.llama, False
         super().__init__(backend, **settings)
 

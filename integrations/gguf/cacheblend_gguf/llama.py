@@ -30,6 +30,7 @@ from cacheblend_rag.prefixes import PrefixCache, drop_oldest
 __all__ = ["HEAD_CELLS", "Llama", "LlamaOptions", "quiet"]
 
 _Cells: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+_Logits: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
 _KVType = Literal["f16", "f32", "bf16", "q8_0", "q4_0"]
 # ggml's numbers of them.
 _KV_TYPES: dict[_KVType, int] = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_0": 2}
@@ -333,13 +334,15 @@ class Llama:
 
     # Computing
 
-    def decode(self, ids: Sequence[int], first: int, sequence: int) -> None:
-        """Compute tokens of one sequence from position `first` on."""
+    def decode(self, ids: Sequence[int], first: int, sequence: int, count: int = 0) -> list[_Logits]:
+        """Compute tokens of one sequence from position `first` on; return the logits of so many last ones, ``(vocab,)`` each."""
+        found = []
         for begin in range(0, len(ids), _BATCH):
-            part = ids[begin : begin + _BATCH]
-            self.step([(id, first + begin + number, sequence, False) for number, id in enumerate(part)])
+            part = enumerate(ids[begin : begin + _BATCH], begin)
+            found += self.step([(id, first + place, sequence, place >= len(ids) - count) for place, id in part])
+        return found
 
-    def step(self, tokens: Sequence[tuple[int, int, int, bool]]) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    def step(self, tokens: Sequence[tuple[int, int, int, bool]]) -> list[_Logits]:
         """Compute tokens, each an id, a position, a sequence and whether its logits are wanted; return those, ``(vocab,)`` each.
 
         There are no more than a batch of them.
