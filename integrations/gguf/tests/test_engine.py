@@ -15,6 +15,7 @@ from transformers import StoppingCriteria
 from cacheblend_attachments import SourceAttention, calibrate
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig, FixedText
+from cacheblend_rag.engine.lookup import Pace
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
 from integrations.gguf.tests.kit import HARBOUR, QUESTION, ask, harbour, last_scores, read_blended, read_in_full
 
@@ -111,6 +112,21 @@ def test_options(filled: GGUFEngine) -> None:
         filled.generate(BlendPrompt(segments=["a"], positions=[5]), 8)
     with pytest.raises(UnknownChunkError):
         filled.generate(ask("nobody"), 8)
+
+
+def test_looked_up_in_the_prompt(filled: GGUFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, steps = filled.llama.decoding, []
+    prompts = [ask(f"h{number}", question="\n\nThe same once more, word for word:\n") for number in range(4)]
+    monkeypatch.setattr(decoding, "pace", Pace(0))
+    wanted = [filled.generate(prompt, 40, eos_token_id=[]).token_ids for prompt in prompts]
+    pace = Pace()
+    monkeypatch.setattr(decoding, "pace", pace)
+    # As if more rows cost nothing.
+    monkeypatch.setattr(pace, "note_step", lambda rows, seconds: steps.append(rows))
+    monkeypatch.setattr(pace, "_seconds", 1.0)
+    assert [filled.generate(prompt, 40, eos_token_id=[]).token_ids for prompt in prompts] == wanted
+    assert max(steps) > 1
+    assert len(steps) < 4 * 39
 
 
 class Raising(StoppingCriteria):
