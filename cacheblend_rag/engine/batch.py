@@ -75,7 +75,7 @@ class BatchingBackend(Backend):
         self.tuning = tuning
         self._batch_tokens = tuning.decode_batch_tokens
         self._tries_batching = tuning.self_check
-        self._pace = Pace(tuning.lookup_tokens)
+        self.pace = Pace(tuning.lookup_tokens)
 
     @abstractmethod
     def prefill(self, request: Request, headroom: int, logits_to_keep: int = 1) -> AbstractContextManager[Prefilled]:
@@ -255,7 +255,7 @@ class BatchingBackend(Backend):
         """Return the model's pace where several rows of a prompt may be decoded at once."""
         decoder = self.decoder
         is_plain = decoder is not None and decoder.rope_reach is None and attached_reason(request) is None
-        return self._pace if is_plain else None
+        return self.pace if is_plain else None
 
     def _prefill_all(self, requests: Sequence[Request], outputs: Outputs) -> Prefilled | None:
         """Prefill prompts one after the other into a padded batch; one that fails or was given up is dropped."""

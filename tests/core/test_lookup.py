@@ -53,7 +53,7 @@ def test_as_much_is_guessed_as_pays(costs: dict[int, float], matched: int, wante
 def test_answers_are_what_they_are_without(make_engine: MakeEngine, options: dict[str, Any]) -> None:
     engine = make_engine(model=tiny_model("qwen2"))
     plain = make_engine(model=engine.model, lookup_tokens=0)
-    engine.backend._pace = _pace(FREE)  # type: ignore[attr-defined]  # of this backend
+    engine.backend.pace = _pace(FREE)  # type: ignore[attr-defined]  # of this backend
     forwards: list[int] = []
     hook = engine.model.get_input_embeddings().register_forward_hook(lambda *call: forwards.append(call[1][0].numel()))
     quoted = "the ferry to the islands leaves from the northern pier at noon. "
