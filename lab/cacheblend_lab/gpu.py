@@ -192,6 +192,8 @@ def page(folder: Path, pieces: Sequence[Piece] = PIECES) -> str:
         machine, versions = result["machine"], result["versions"]
         where = f"{machine['gpu']}, CUDA {machine['cuda']}, torch {versions['torch']}, {result['date'][:10]}"
         parts.append(f"\n## {piece.what[0].upper()}{piece.what[1:]}\n\n`{piece.command}`\n\n{where}.\n")
+        if result.get("still_cached"):
+            parts.append("\nFiles stayed in the page cache when it was emptied: times from disk are not the disk's.\n")
         parts.append("\n" + "\n".join(_table(result["rows"])) + "\n")
     lacking = [piece.name for piece in pieces if found[piece] is None]
     if lacking:
