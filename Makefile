@@ -159,7 +159,7 @@ check-all: lint $(VLLM_STAMP) $(GGUF_STAMP)  ## lint, and the tests at full coun
 		$(NBMAKE) -q examples; } 2>&1 | sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
 .PHONY: gpu
-gpu: $(STAMP)  ## what needs a CUDA device, tests and measurements, nine minutes a call; makes docs/gpu.md (ARGS="--minutes 60")
+gpu: $(STAMP)  ## what needs a CUDA device, tests and real models, ten minutes a call; makes docs/gpu.md (ARGS="--minutes 60", VLLM_BIN=dir)
 	$(BIN)/python -m cacheblend_lab.gpu $(ARGS)
 
 .PHONY: docs

@@ -26,12 +26,13 @@ from cacheblend_lab.demo.manual import QUESTIONS, pages
 from cacheblend_lab.sets import Question, QuestionSet, holds, read_set
 from cacheblend_rag.chat.render import around_context
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText
+from cacheblend_rag.cli.output import write_json
 from cacheblend_rag.companions import Nearness
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.lexer import lexer_of
 
-__all__ = ["Trial", "copying", "ledgers", "manual", "table"]
+__all__ = ["Trial", "copying", "ledgers", "manual", "summary", "table"]
 
 CHUNK_TOKENS, RETRIEVED, ANSWER_TOKENS = 220, 5, 24
 FULL_PREFILL = BlendConfig(recompute_ratio=1)
@@ -171,7 +172,7 @@ class Trial:
         """Return the log-probabilities at each token of an answer, ``(tokens, vocab)``."""
         forced = BlendPrompt(segments=[*prompt.segments, answer[:-1]]) if answer[1:] else prompt
         logits: torch.Tensor = engine.prefill(forced, blend=blend, logits_to_keep=len(answer)).logits
-        return logits.float().reshape(len(answer), -1).log_softmax(-1)
+        return logits.cpu().float().reshape(len(answer), -1).log_softmax(-1)
 
     def ask(self, number: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield what each way makes of the question of a number, full prefill first.
@@ -219,29 +220,37 @@ class Trial:
             engine.close()
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Return in Markdown how each way did; of full prefill's right answers, how many are kept."""
+def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how each way did: of those `asked`, the `right` ones, and of full prefill's right ones (`kept_of`) those `kept`."""
     by_way: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         by_way[row["way"]][row["number"]] = row
     right = {number for number, row in by_way["full"].items() if row["right"]}
+    told = []
+    for way, found in by_way.items():
+        asked, wanted = list(found.values()), [found[each]["right"] for each in right & found.keys()]
+        losses = [row["loss"] for row in asked]
+        figures = {"way": way, "asked": len(asked), "right": sum(row["right"] for row in asked)}
+        figures |= {"kept": sum(wanted), "kept_of": len(wanted), "same": fmean(row["same"] for row in asked)}
+        figures |= {"loss_mean": fmean(losses), "loss_median": median(losses)}
+        figures |= {"score": fmean(row["score"] for row in asked)}
+        sooner = median(by_way["full"][each]["seconds"] / row["seconds"] for each, row in found.items())
+        told.append(figures | {"speedup": sooner})
+    return told
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return in Markdown how each way did; of full prefill's right answers, how many are kept."""
     lines = [
         "| | loss, mean | loss, median | score | right | of full prefill's | same answer | first token sooner |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for way, found in by_way.items():
-        asked, wanted = list(found.values()), [found[each]["right"] for each in right & found.keys()]
-        losses = [row["loss"] for row in asked]
-        figures = [
-            f"{fmean(losses):.4f}",
-            f"{median(losses):.4f}",
-            f"{fmean(row['score'] for row in asked):.3f}",
-            f"{sum(row['right'] for row in asked)} of {len(asked)}",
-            f"{sum(wanted)} of {len(wanted)}",
-            f"{fmean(row['same'] for row in asked):.2f}",
-            f"{median(by_way['full'][each]['seconds'] / row['seconds'] for each, row in found.items()):.1f}x",
-        ]
-        lines.append(f"| {way} | {' | '.join(figures)} |")
+    for each in summary(rows):
+        line = (
+            "| {way} | {loss_mean:.4f} | {loss_median:.4f} | {score:.3f} | {right} of {asked} | {kept} of {kept_of} "
+            "| {same:.2f} | {speedup:.1f}x |"
+        )
+        lines.append(line.format(**each))
     return "\n".join(lines)
 
 
@@ -252,7 +261,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("set", help="manual, ledgers, or a file of questions")
     parser.add_argument("ways", nargs="*", default=["own", "own/boundary@0.07"])
     parser.add_argument("--out", type=Path, required=True, help="answers, one a line")
+    parser.add_argument("--json", type=Path, help="also write the table to a file, as JSON")
     parser.add_argument("--dtype", default="float32", help="of a model that transformers load")
+    parser.add_argument("--device", help="cpu or cuda:N; by default CUDA where there is one")
     parser.add_argument("--step", type=int, default=1, help="ask every so many questions one")
     parser.add_argument("--copying", type=int, help="continue so many sentences of each document instead")
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
@@ -266,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
     known = {row["number"] for row in rows}
     with ExitStack() as stack:
         engine = stack.enter_context(
-            BlendEngine.from_pretrained(options.model, config=EngineConfig(dtype=options.dtype))
+            BlendEngine.from_pretrained(options.model, config=EngineConfig(dtype=options.dtype, device=options.device))
         )
         folder = Path(options.store or stack.enter_context(tempfile.TemporaryDirectory()))
         trial = Trial(engine, given, folder, options.chunk_tokens, options.retrieved, whole=options.set == "ledgers")
@@ -279,6 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
                 out.writelines(json.dumps(row) + "\n" for row in found)
                 out.flush()
     print(table(rows))
+    write_json(options.json, "answers", summary(rows), model=Path(options.model).name)
 
 
 if __name__ == "__main__":

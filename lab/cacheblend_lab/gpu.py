@@ -18,12 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
 from cacheblend_lab.bench.runner import cell, heading, shown
+from cacheblend_lab.real_model import RealModel
 from cacheblend_lab.settings import environment_without_settings
 from cacheblend_rag.cli.output import write_json
 
@@ -43,7 +46,9 @@ class Piece:
     what : str
         What it finds out, for people.
     command : str
-        As one types it, but for ``--json``: of ``cacheblend-rag``, or of pytest.
+        As one types it in a shell, but for ``--json``: of ``cacheblend-rag``, of pytest, or of a module of Python. Its variables
+        are ``QWEN_05B`` and ``QWEN_15B``, folders of the real models, ``VLLM_BIN``, that of vLLM's programs, and ``FOLDER``, an
+        empty one.
     minutes : float
         How long it takes on a GPU of a data centre, at most. It is not begun where less is left.
     """
@@ -58,67 +63,116 @@ class Piece:
         """Whether it runs tests rather than measures."""
         return self.command.startswith(_TESTS)
 
-    def process(self, figures: Path) -> list[str]:
-        """Return the arguments of a process that writes its figures to a file."""
-        _, *arguments = shlex.split(self.command)
-        if self.is_tests:
-            return [sys.executable, "-m", _TESTS, *arguments, f"--junitxml={figures}"]
-        return [sys.executable, "-c", "from cacheblend_rag.cli.app import app; app()", *arguments, f"--json={figures}"]
+    def shell_command(self, figures: Path) -> str:
+        """Return the command of a process that writes its figures to a file."""
+        program, _, rest = self.command.partition(" ")
+        programs = {_TESTS: ["-m", _TESTS], "python": [], "cacheblend-rag": ["-c", _APP]}
+        output = f"--junitxml={figures}" if self.is_tests else f"--json={figures}"
+        return f"exec {shlex.join([sys.executable, *programs[program]])} {rest} {shlex.quote(output)}"
+
+    def lacks(self) -> str | None:
+        """Return what must be there before it can be run, if anything."""
+        for variable, size in _SIZES.items():
+            model = RealModel(size)
+            if f"${variable}" in self.command and not model.folder.exists():
+                return f"`make model ARGS={size}` fetches {model.folder}"
+        if "$VLLM_BIN" in self.command and _vllm_bin() is None:
+            return "vLLM's programs are not on the PATH; give VLLM_BIN, the folder of them"
+        return None
+
+
+_APP = "from cacheblend_rag.cli.app import app; app()"
+_SIZES = {"QWEN_05B": "0.5b", "QWEN_15B": "1.5b"}
+
+
+def _vllm_bin() -> str | None:
+    """Return the folder of vLLM's programs, with this project's beside them."""
+    found = which("vllm", path=os.environ.get("VLLM_BIN") or None)
+    return found and str(Path(found).parent)
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Return the environment of a piece, with what its command may name."""
+    models = {variable: str(RealModel(size).folder) for variable, size in _SIZES.items()}
+    return environment_without_settings() | models | {"VLLM_BIN": _vllm_bin() or "", "FOLDER": folder}
 
 
 # A piece that may take longer than a whole call is begun where nearly all of the call is left.
 _WHOLE_SHARE = 0.9
 _CUDA = "--device cuda --dtype bfloat16"
+_VLLM = "--dtype bfloat16 --max-model-len 8192 --max-num-seqs 32"
 
 
-def _ttft(shape: str, chunks: int, minutes: float) -> Piece:
+def _real(size: str, tokens: str, minutes: float) -> Piece:
     return Piece(
-        f"ttft-{shape}-{chunks}x512",
-        f"time to the first token at the shape of {shape}, {chunks} chunks of 512 tokens, by where the KV is",
-        f"cacheblend-rag bench ttft --shape {shape} --chunks {chunks} --chunk-tokens 512 --ratios 0,0.15 "
-        f"--tiers ram,disk --head-tokens 128 --separator-tokens 2 --repeats 9 {_CUDA}",
+        f"real-{size}",
+        f"Qwen2.5-Coder-{size.upper()} alone, from stored KV in RAM and on disk, and with 15 % recomputed",
+        f"python -m cacheblend_lab.bench.real $QWEN_{size.upper().replace('.', '')} --tokens {tokens} --rounds 5 "
+        f"--ratios 0.15 --disk {_CUDA}",
         minutes,
     )
 
 
-_8B = "--shape llama-3.1-8b"
+def _answers(size: str, step: int, minutes: float) -> Piece:
+    return Piece(
+        f"answers-{size}",
+        f"right answers of Qwen2.5-Coder-{size.upper()} about the manual, by full prefill and from stored KV",
+        f"python -m cacheblend_lab.answers $QWEN_{size.upper().replace('.', '')} manual own own/boundary@0.15 --step {step} "
+        f"--out $FOLDER/answers.jsonl {_CUDA}",
+        minutes,
+    )
+
+
+def _server(name: str, what: str, prompts: str, start: str) -> Piece:
+    return Piece(
+        f"vllm-{name}",
+        f"vLLM {what}, Qwen2.5-Coder-1.5B, 10 chunks of about 530 tokens",
+        f"cacheblend-rag bench serve --prompts {prompts} --corpus 60 --chunks 10 --chunk-words 256 --rates 4,16 --seconds 10 "
+        f"--url http://127.0.0.1:8765 --start '{start}'",
+        2,
+    )
+
 
 PIECES = (
-    Piece("tests", "tests that need a GPU", f"{_TESTS} -q -m cuda tests", 6),
-    _ttft("qwen2-0.5b", 6, 2),
-    _ttft("qwen2.5-7b", 6, 3),
-    _ttft("llama-3.1-8b", 6, 3),
-    _ttft("llama-3.2-3b", 6, 3),
-    _ttft("qwen2-0.5b", 20, 3),
-    _ttft("qwen2.5-7b", 20, 4),
-    _ttft("llama-3.1-8b", 20, 5),
-    _ttft("llama-3.2-3b", 20, 4),
-    Piece(
-        "encode",
-        "adding chunks of documents",
-        f"cacheblend-rag bench encode --chunks 64 --document-chunks 16 {_CUDA}",
-        4,
+    Piece("tests", "tests that need a GPU", f"{_TESTS} -q -m cuda tests", 2),
+    _real("1.5b", "4000,16000", 2),
+    _answers("1.5b", 5, 1.5),
+    _server(
+        "prefix",
+        "with its prefix cache",
+        "text",
+        f"$VLLM_BIN/python -m vllm.entrypoints.openai.api_server --model $QWEN_15B --port 8765 {_VLLM}",
     ),
-    Piece(
-        "encode-8b",
-        "adding chunks of documents at the shape of llama-3.1-8b",
-        f"cacheblend-rag bench encode {_8B} --chunks 32 --document-chunks 16 {_CUDA}",
-        5,
+    _server(
+        "stored",
+        "behind stored KV",
+        "documents",
+        f"$VLLM_BIN/cacheblend-rag serve --backend vllm --model $QWEN_15B --store $FOLDER/kv --port 8765 -- {_VLLM}",
     ),
-    Piece("prefetch", "reading KV while a reranker works", f"cacheblend-rag bench prefetch {_8B} {_CUDA}", 4),
+    _real("0.5b", "16000", 1),
+    Piece(
+        "ttft-llama-3.1-8b",
+        "time to the first token at the shape of llama-3.1-8b, random weights, 20 chunks of 512 tokens, by where the KV is",
+        "cacheblend-rag bench ttft --shape llama-3.1-8b --chunks 20 --chunk-tokens 512 --ratios 0,0.15 "
+        f"--tiers ram,disk --head-tokens 128 --separator-tokens 2 --repeats 5 {_CUDA}",
+        1.5,
+    ),
+    _answers("0.5b", 10, 1),
 )
-"""Every piece, in the order in which they are run."""
+"""Every piece, in the order in which they are run: the most valuable first."""
 
 _HEAD = """# On a GPU
 
 ```
-make gpu                       # in calls of nine minutes; the next goes on where one stopped
-make gpu ARGS="--minutes 60"   # or all in one
+make model && make model ARGS=1.5b                    # Qwen2.5-Coder-Instruct, about 1.6 GB of files and 4 GB of folders
+make gpu VLLM_BIN=/path/of/vllm/environment/bin       # VLLM_BIN only if `vllm` is not on the PATH
 ```
 
-Run this in a clone on a machine with a CUDA device. It runs every test and measurement that needs one, and writes this page
+Run this in a clone on a machine with a CUDA device. It runs every test and measurement that needs one, the most valuable first,
+for ten minutes (`ARGS="--minutes 60"` for longer); the next call goes on where one stopped. It writes this page
 from the results (`docs/results/gpu-*.json`, with device, date and command). To repeat a measurement on the same kind of GPU,
-delete its file. Models are random weights in the shapes named, so nothing is downloaded.
+delete its file. In the commands, `QWEN_05B` and `QWEN_15B` are the models' folders, and `FOLDER` is an empty one.
+What needs a model or a vLLM that is not there is left out; this project must be installed in [vLLM's environment](vllm.md) too.
 """
 _NOTHING = """
 **Nothing has been measured on a GPU yet.** What this documentation says about CUDA (page-locked memory, the side stream)
@@ -138,6 +192,8 @@ def page(folder: Path, pieces: Sequence[Piece] = PIECES) -> str:
         machine, versions = result["machine"], result["versions"]
         where = f"{machine['gpu']}, CUDA {machine['cuda']}, torch {versions['torch']}, {result['date'][:10]}"
         parts.append(f"\n## {piece.what[0].upper()}{piece.what[1:]}\n\n`{piece.command}`\n\n{where}.\n")
+        if result.get("still_cached"):
+            parts.append("\nFiles stayed in the page cache when it was emptied: times from disk are not the disk's.\n")
         parts.append("\n" + "\n".join(_table(result["rows"])) + "\n")
     lacking = [piece.name for piece in pieces if found[piece] is None]
     if lacking:
@@ -177,6 +233,9 @@ def run_pieces(
         if known is not None and known["machine"]["gpu"] == gpu:
             say(f"{label}: measured on {known['date'][:10]}")
             continue
+        if lack := piece.lacks():
+            say(f"{label}: left out: {lack}")
+            continue
         seconds = ends - time.monotonic()
         if seconds < min(60 * piece.minutes, 60 * minutes * _WHOLE_SHARE):
             left.append(piece)
@@ -200,13 +259,14 @@ def _run(piece: Piece, folder: Path, seconds: float) -> str | None:
     file = _file(folder, piece)
     figures, log = file.with_suffix(".tmp"), file.with_suffix(".log")
     began = time.monotonic()
-    with log.open("w", encoding="utf-8") as output:
+    with log.open("w", encoding="utf-8") as output, TemporaryDirectory(ignore_cleanup_errors=True) as empty:
         # A session of its own, so that a piece ends with all that it has started.
         process = subprocess.Popen(
-            piece.process(figures),
+            piece.shell_command(figures),
+            shell=True,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment_without_settings(),
+            env=_environment(empty),
             start_new_session=True,
         )
         try:
@@ -241,7 +301,7 @@ def _counts(junit: Path) -> dict[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status: 1 if a piece failed, 0 also where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="how long the call may take")
+    parser.add_argument("--minutes", type=float, default=9.5, help="how long the call may take")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of gpu.md, and of results/gpu-*.json")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():

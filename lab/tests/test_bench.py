@@ -151,10 +151,13 @@ def test_a_server_is_asked_at_each_rate(prompts: str, per_minute: int | None, tm
 
 def test_a_model_is_timed_alone_from_stored_kv_and_by_several_callers(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "real.json"
-    real(str(model_folder), tokens="500", answer_tokens=3, callers=2, rounds=2, json_file=file)
+    options: dict[str, Any] = {"tokens": "500", "answer_tokens": 3, "callers": 2, "rounds": 2}
+    real(str(model_folder), **options, ratios="0.15", disk=True, device="cpu", dtype="float32", json_file=file)
     first, answer, together, again = read_rows(file)
     assert first["tokens"] == answer["tokens"] == together["tokens"] == again["tokens"] > 500
     assert all(row[name] > 0 for row in (first, answer, again) for name in ("alone_s", "stored_s", "speedup"))
+    others = ("disk_s", "disk_speedup", "recomputed_0.15_s", "recomputed_0.15_speedup")
+    assert all(row[name] > 0 for row in (first, answer) for name in others)
     assert min(together[name] for name in ("stored_s", "tokens_per_s", "over_one_by_one", "first_p95_s")) > 0
     draw(file, picture := tmp_path / "speed.svg")
     drawn = picture.read_text()

@@ -1,17 +1,24 @@
 """``make gpu``: the runner with pieces that need no GPU, and every real piece's command on a tiny model on the CPU."""
 
+import importlib
 import json
+import os
 import re
 import shlex
 import sys
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
+from cacheblend_lab import answers
 from cacheblend_lab.gpu import PIECES, Piece, main, page, run_pieces
+from tests.cli.conftest import model_folder as model_folder
 from tests.command import run
+from tests.store.remote.conftest import free_port
 
 ROOT = Path(__file__).parents[2]
 _TINY = "cacheblend-rag bench encode --shape tiny --chunks 1 --chunk-tokens 8 --repeats"
@@ -55,22 +62,42 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(tmp_path: Path, capsys: py
 
 
 # On the CPU in seconds: the last of an option that is given twice counts.
+TINY = "--device cpu --dtype float32"
+SERVER = f'{sys.executable} -c "from cacheblend_rag.cli.app import app; app()" serve --model $QWEN_15B --backend engine'
 SMALL = {
-    "bench ttft": "--shape tiny --device cpu --dtype float32 --chunks 2 --chunk-tokens 8 --head-tokens 3",
-    "bench encode": "--shape tiny --device cpu --dtype float32 --chunks 4 --document-chunks 2 --chunk-tokens 8",
-    "bench prefetch": "--shape tiny --device cpu --dtype float32 --chunk-tokens 8 --reranker-ms 1",
+    "bench ttft": f"--shape tiny {TINY} --chunks 2 --chunk-tokens 8 --head-tokens 3 --repeats 1",
+    "bench serve": "--corpus 4 --chunks 2 --chunk-words 8 --rates 20 --seconds 1 --output-tokens 2",
+    "cacheblend_lab.bench.real": f"{TINY} --tokens 300 --answer-tokens 2 --rounds 1",
+    "cacheblend_lab.answers": f"{TINY} --step 100",
 }
 
 
-def test_every_piece_runs_and_the_page_shows_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_piece_runs_and_the_page_shows_what_it_measured(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for piece in PIECES:
         if piece.is_tests:
             continue
-        _, *arguments = shlex.split(piece.command)
-        small = f"{SMALL[' '.join(arguments[:2])]} --repeats 1 --json {tmp_path}/gpu-{piece.name}.json"
-        command = [*arguments, *shlex.split(small)]
-        monkeypatch.setattr(sys, "argv", ["cacheblend-rag", *command])
-        run(*command)
+        (tmp_path / piece.name).mkdir()
+        for name, value in {
+            "QWEN_05B": model_folder,
+            "QWEN_15B": model_folder,
+            "FOLDER": tmp_path / piece.name,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        [small] = [options for name, options in SMALL.items() if name in piece.command]
+        if "--url" in piece.command:
+            small += f" --url http://127.0.0.1:{(port := free_port())} --start '{SERVER} --port {port}'"
+        given = os.path.expandvars(f"{piece.command} {small} --json {tmp_path}/gpu-{piece.name}.json")
+        program, *command = shlex.split(given)
+        monkeypatch.setattr(sys, "argv", [program, *command])
+        if program == "python":
+            monkeypatch.setattr(sys, "argv", command[1:])
+            module = importlib.import_module(command[1])
+            with suppress(SystemExit):
+                module.main() if module is answers else typer.run(module.main)
+        else:
+            run(*command)
     text = page(tmp_path)
     for piece in PIECES:
         assert (f"`{piece.command}`" in text) != piece.is_tests

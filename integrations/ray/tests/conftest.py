@@ -69,6 +69,9 @@ def cluster(ray_is_there: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny Llama, or in its stead a real model's folder: ``CLUSTER_MODEL``."""
+    if real := os.environ.get("CLUSTER_MODEL"):
+        return real
     folder = tmp_path_factory.mktemp("model")
     tiny_reader(eos_token_id=None).save_pretrained(folder)
     load_tokenizer().save_pretrained(folder)

@@ -176,7 +176,8 @@ def test_a_replica_is_killed_in_the_middle_of_a_stream(kills: int, client: httpx
                 wrong.append(repr(error))
 
         asking = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-        with client.stream("POST", CHAT, json=question("doc-0", stream=True, tokens=1500)) as response:
+        endless = question("doc-0", stream=True, tokens=1500, ignore_eos=True)
+        with client.stream("POST", CHAT, json=endless) as response:
             told = events(response)
             next(told)
             for each in asking:

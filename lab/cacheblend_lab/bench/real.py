@@ -6,8 +6,10 @@ MODEL is a GGUF file, which llama-cpp-python reads alone, or a folder for transf
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -16,6 +18,8 @@ import torch
 import typer
 
 from cacheblend_lab.bench.runner import Figures, Row, in_rounds, median_ratio, percentile, seconds_of
+from cacheblend_lab.bench.tiers import cold_folder, drop_cached, still_cached
+from cacheblend_lab.cli.options import parse_numbers
 from cacheblend_lab.demo.manual import pages
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.cli.options import JsonOption
@@ -28,6 +32,8 @@ _QUESTION = "\n\nQuestion: What does the passage say about values?\nAnswer:"
 
 Answer = Callable[[Sequence[int], int], object]
 """Answers a prompt of tokens in so many tokens."""
+Way = Callable[[int], object]
+"""Answers a prompt in so many tokens."""
 
 
 def main(
@@ -38,50 +44,102 @@ def main(
         int, typer.Option(help="How many ask at once, with prompts of the first length; 1: nobody.")
     ] = 1,
     rounds: Annotated[int, typer.Option(help="Measurements, of which medians are shown.")] = 7,
+    ratios: Annotated[str, typer.Option(help="Also with these shares of the chunks' tokens recomputed.")] = "",
+    disk: Annotated[
+        bool, typer.Option("--disk", help="Also from KV on disk alone, with the page cache emptied of it.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; by default as an engine chooses.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; likewise.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time first tokens and answers: the model alone, from stored KV, and the same plain prompt a second time."""
     make_quiet()
-    with BlendEngine.from_pretrained(model, config=EngineConfig(prefix_bytes=0)) as engine:
+    chosen = {name: value for name, value in (("device", device), ("dtype", dtype)) if value}
+    lengths = [int(length) for length in tokens.split(",")]
+    shares = parse_numbers(ratios) if ratios else ()
+    with ExitStack() as stack:
+        config = EngineConfig(prefix_bytes=0, **chosen)
+        engine = stack.enter_context(BlendEngine.from_pretrained(model, config=config))
+        engines = {"stored": engine}
+        cold = stack.enter_context(cold_folder(None)) if disk else None
+        if cold is not None:
+            engines["disk"] = stack.enter_context(engine.another(config=config.replace(ram_bytes=0), store=cold))
         alone, again = _alone(engine)
-        text = "\n\n".join(text for _, text in sorted(pages().items()))
-        ids = engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = _ids(engine, max(lengths))
         rows: list[Row] = []
-        prompts: list[BlendPrompt] = []
-        for length in map(int, tokens.split(",")):
-            numbers = range(max(length // _CHUNK_TOKENS, 1))
-            parts = [ids[_CHUNK_TOKENS * number : _CHUNK_TOKENS * (number + 1)] for number in numbers]
-            engine.add(Chunk(engine.tokenizer.decode(part), f"{length}-{n}") for n, part in enumerate(parts))
-            chunks = [ChunkRef(f"{length}-{n}") for n in numbers]
-            prompt = BlendPrompt(segments=["Read this.\n\n", *chunks, _QUESTION])
-            # Of each caller, in another order.
-            prompts = prompts or [
-                BlendPrompt(
-                    segments=["Read this.\n\n", *chunks[n % len(chunks) :], *chunks[: n % len(chunks)], _QUESTION]
-                )
-                for n in range(callers)
-            ]
-            whole = engine.prompt_ids(prompt)
-            timed = [_round(engine, alone, prompt, whole, answer_tokens) for _ in range(rounds)]
-            first, answer, our_first, our_answer = zip(*timed, strict=True)
-            rows.append(_row(len(whole), "first token", first, our_first))
-            rows.append(_row(len(whole), f"answer of {answer_tokens}", answer, our_answer))
+        of_callers: list[BlendPrompt] = []
+        for length in lengths:
+            prompts = _prompts(engines.values(), ids[:length], callers)
+            of_callers = of_callers or prompts
+            whole = engine.prompt_ids(prompts[0])
+            ways: dict[str, Way] = {"alone": partial(alone, whole)}
+            ways |= {name: partial(_ours, each, prompts[0]) for name, each in engines.items()}
+            for share in shares:
+                blend = engine.blend.replace(recompute_ratio=share)
+                ways[f"recomputed_{share:g}"] = partial(_ours, engine, prompts[0], blend=blend)
+            times = _timed(ways, (1, answer_tokens), rounds, cold)
+            for what, count in (("first token", 1), (f"answer of {answer_tokens}", answer_tokens)):
+                rows.append(_row(len(whole), what, {way: times[way, count] for way in ways}))
         if callers > 1:
-            rows.append(_together(engine, prompts, answer_tokens, rounds))
+            rows.append(_together(engine, of_callers, answer_tokens, rounds))
         with engine_of(engine) as sharing:
             plain = BlendPrompt(segments=[tuple(whole)])
             sharing.generate(plain, 2)
-            twice = []
+            twice: dict[str, list[float]] = {"alone": [], "stored": []}
             for _ in range(rounds):
                 # Behind an answer of one token llama-cpp-python still has the scores, and computes nothing at all.
                 again(whole, 2)
-                twice.append((seconds_of(again, whole, 1), seconds_of(sharing.generate, plain, 1)))
-        rows.append(_row(len(whole), "first token, the same plain text again", *zip(*twice, strict=True)))
-        kind = "GGUF" if hasattr(engine, "llama") else str(engine.model.dtype).removeprefix("torch.")
-    title = f"{Path(model).name}, {kind}, {torch.get_num_threads()} threads, medians of {rounds}"
-    figures = Figures(title, rows, {"model": Path(model).name})
+                twice["alone"].append(seconds_of(again, whole, 1))
+                twice["stored"].append(seconds_of(sharing.generate, plain, 1))
+        rows.append(_row(len(whole), "first token, the same plain text again", twice))
+        facts = {"model": Path(model).name, "still_cached": None if cold is None else still_cached(cold)}
+        title = f"{Path(model).name}, {_kind(engine)}, medians of {rounds}"
+    figures = Figures(title, rows, facts)
     figures.show()
-    figures.write(json_file, "bench real", {"answer_tokens": answer_tokens, "rounds": rounds, "callers": callers})
+    setting = {"answer_tokens": answer_tokens, "rounds": rounds, "callers": callers}
+    figures.write(json_file, "bench real", setting)
+
+
+def _kind(engine: BlendEngine) -> str:
+    """Return in what a model computes, and where."""
+    on_cpu = f"{torch.get_num_threads()} threads"
+    if engine.model is None:
+        return f"GGUF, {on_cpu}"
+    is_cuda = engine.model.device.type == "cuda"
+    return f"{engine.model.dtype}, {torch.cuda.get_device_name() if is_cuda else on_cpu}".removeprefix("torch.")
+
+
+def _timed(
+    ways: Mapping[str, Way], counts: Sequence[int], rounds: int, cold: Path | None
+) -> dict[tuple[str, int], list[float]]:
+    """Return what answers of so many tokens take in each way."""
+
+    def run(method: tuple[str, int]) -> float:
+        way, count = method
+        if way == "disk" and cold is not None:
+            drop_cached(cold)
+        return seconds_of(ways[way], count)
+
+    return in_rounds([(way, count) for count in counts for way in ways], run, rounds, say=lambda _: None)
+
+
+def _prompts(engines: Iterable[BlendEngine], ids: Sequence[int], callers: int) -> list[BlendPrompt]:
+    """Store chunks of these tokens; return each caller's prompt of them, in another order."""
+    numbers = range(max(len(ids) // _CHUNK_TOKENS, 1))
+    names = [f"{len(ids)}-{number}" for number in numbers]
+    for engine in engines:
+        parts = [ids[_CHUNK_TOKENS * number : _CHUNK_TOKENS * (number + 1)] for number in numbers]
+        engine.add(Chunk(engine.tokenizer.decode(part), name) for part, name in zip(parts, names, strict=True))
+    chunks = [ChunkRef(name) for name in names]
+    turns = [number % len(chunks) for number in range(callers)]
+    return [BlendPrompt(segments=["Read this.\n\n", *chunks[turn:], *chunks[:turn], _QUESTION]) for turn in turns]
+
+
+def _ids(engine: BlendEngine, count: int) -> list[int]:
+    """Return tokens of the manual's pages, which are repeated where more are wanted; chunks are cut elsewhere then."""
+    text = "\n\n".join(text for _, text in sorted(pages().items()))
+    ids = list(engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return ids * (1 + count // len(ids))
 
 
 def _together(engine: BlendEngine, prompts: Sequence[BlendPrompt], answer_tokens: int, rounds: int) -> Row:
@@ -108,9 +166,14 @@ def _together(engine: BlendEngine, prompts: Sequence[BlendPrompt], answer_tokens
     }
 
 
-def _row(tokens: int, what: str, alone: Sequence[float], stored: Sequence[float]) -> Row:
-    times = {"alone_s": median(alone), "stored_s": median(stored), "speedup": median_ratio(alone, stored)}
-    return {"tokens": tokens, "what": what, **times}
+def _row(tokens: int, what: str, times: Mapping[str, Sequence[float]]) -> Row:
+    """Return the medians of each way, and by how much it is faster than the model alone."""
+    row: Row = {"tokens": tokens, "what": what}
+    for way, seconds in times.items():
+        row[f"{way}_s"] = median(seconds)
+        if way != "alone":
+            row["speedup" if way == "stored" else f"{way}_speedup"] = median_ratio(times["alone"], seconds)
+    return row
 
 
 def engine_of(engine: BlendEngine) -> BlendEngine:
@@ -118,15 +181,8 @@ def engine_of(engine: BlendEngine) -> BlendEngine:
     return engine.another(config=EngineConfig())
 
 
-def _ours(engine: BlendEngine, prompt: BlendPrompt, count: int) -> Any:
-    return engine.generate(prompt, count, eos_token_id=[] if hasattr(engine, "llama") else None, do_sample=False)
-
-
-def _round(
-    engine: BlendEngine, alone: Answer, prompt: BlendPrompt, whole: Sequence[int], answer_tokens: int
-) -> tuple[float, ...]:
-    first, answer = (seconds_of(alone, whole, count) for count in (1, answer_tokens))
-    return first, answer, *(seconds_of(_ours, engine, prompt, count) for count in (1, answer_tokens))
+def _ours(engine: BlendEngine, prompt: BlendPrompt, count: int, **options: Any) -> Any:
+    return engine.generate(prompt, count, eos_token_id=[], do_sample=False, **options)
 
 
 def _alone(engine: BlendEngine) -> tuple[Answer, Answer]:
@@ -135,9 +191,10 @@ def _alone(engine: BlendEngine) -> tuple[Answer, Answer]:
     if llama is None:
 
         def generate(ids: Sequence[int], count: int) -> None:
-            given = torch.tensor([list(ids)])
-            options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            engine.model.generate(given, attention_mask=torch.ones_like(given), **options)
+            given = torch.tensor([list(ids)], device=engine.model.device)
+            options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+            # Read, which waits for the device.
+            engine.model.generate(given, attention_mask=torch.ones_like(given), **options).tolist()
 
         return generate, generate
     import llama_cpp

@@ -10,8 +10,10 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import httpx
@@ -25,6 +27,8 @@ __all__ = ["measure", "prompts_of"]
 # Asked one after the other, the first for warming up: kernels are compiled, and what is asked for most comes into RAM.
 _WARM_UP, _UNLOADED = 30, 12
 _TIMEOUT_S = 120.0
+# Until a server that is started answers, and until it has ended.
+_START_S, _STOP_S = 300.0, 30.0
 
 
 class _Reply(NamedTuple):
@@ -36,7 +40,41 @@ class _Reply(NamedTuple):
     output_tokens: int = 0
 
 
-def measure(
+def measure(*, start: str, url: str, say: Say, **options: Any) -> Figures:
+    """Return the figures of requests one after the other, then at each rate; `start` may start the server."""
+    with _started(start, url, say):
+        return _measured(url=url, say=say, **options)
+
+
+@contextmanager
+def _started(command: str, url: str, say: Say) -> Iterator[None]:
+    """Have a shell start a server and wait until it answers, if there is a command; it ends with the block."""
+    if not command:
+        yield
+        return
+    say(f"starting {command}")
+    # Its output goes where messages go; the table is printed alone.
+    server = subprocess.Popen(f"exec {command}", shell=True, stdout=2)
+    until = time.monotonic() + _START_S
+    try:
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/v1/models", timeout=_TIMEOUT_S).is_success:
+                    break
+            if server.poll() is not None or time.monotonic() > until:
+                raise ConfigError(f"no server answers at {url} that was started by {command}; what it printed says why")
+            time.sleep(0.5)
+        yield
+    finally:
+        server.terminate()
+        try:
+            server.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _measured(
     *,
     url: str,
     prompts: str,
@@ -49,7 +87,6 @@ def measure(
     output_tokens: int,
     say: Say,
 ) -> Figures:
-    """Return the figures of requests one after the other, then at each rate."""
     asked = parse_numbers(rates)
     if prompts not in ("documents", "text") or chunks > corpus or min(asked) <= 0:
         raise ConfigError(

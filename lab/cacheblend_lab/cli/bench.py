@@ -178,6 +178,9 @@ def serve(
     output_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of each answer, whether or not the model ends it (ignore_eos).")
     ] = 32,
+    start: Annotated[
+        str, typer.Option(metavar="COMMAND", help="Start the server for this measurement, by a shell.")
+    ] = "",
     json_file: JsonOption = None,
 ) -> None:
     """Measure a server under load: Poisson arrivals, prompts of chunks that are drawn from a corpus by Zipf's law.
