@@ -91,7 +91,9 @@ class Dictation:
         self.model = tiny_reader(vocab_size=len(self.tokenizer), eos_token_id=None)
         self._left: list[int] = []
         self.model.lm_head.register_forward_hook(self._dictate)
-        self.engine = BlendEngine(self.model, self.tokenizer, **engine_settings(self_check=False, **settings))
+        self.engine = BlendEngine(
+            self.model, self.tokenizer, **engine_settings(self_check=False, lookup_tokens=0, **settings)
+        )
 
     def say(self, text: str, *, ends: bool = False) -> int:
         """Have the next answer begin with a text, or be just that; return how many tokens those are."""
