@@ -21,13 +21,15 @@ from cacheblend_lab.bench.runner import Figures, Row, in_rounds, median_ratio, p
 from cacheblend_lab.bench.tiers import cold_folder, drop_cached, still_cached
 from cacheblend_lab.cli.options import parse_numbers
 from cacheblend_lab.demo.manual import pages
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import make_quiet
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 
 _CHUNK_TOKENS = 250
+# As a framework's template begins.
+_HEAD = FixedText("Read this.\n\n")
 _QUESTION = "\n\nQuestion: What does the passage say about values?\nAnswer:"
 
 Answer = Callable[[Sequence[int], int], object]
@@ -69,8 +71,8 @@ def main(
         rows: list[Row] = []
         of_callers: list[BlendPrompt] = []
         for length in lengths:
-            prompts = _prompts(engines.values(), ids[:length], callers)
-            of_callers = of_callers or prompts
+            prompts = _prompts(engines.values(), ids[:length], max(callers, 2))
+            of_callers = of_callers or prompts[:callers]
             whole = engine.prompt_ids(prompts[0])
             ways: dict[str, Way] = {"alone": partial(alone, whole)}
             ways |= {name: partial(_ours, each, prompts[0]) for name, each in engines.items()}
@@ -80,6 +82,8 @@ def main(
             times = _timed(ways, (1, answer_tokens), rounds, cold)
             for what, count in (("first token", 1), (f"answer of {answer_tokens}", answer_tokens)):
                 rows.append(_row(len(whole), what, {way: times[way, count] for way in ways}))
+        reordered = _reordered(engine, again, prompts[:2], answer_tokens, rounds)
+        rows += [_row(len(whole), what, seconds) for what, seconds in reordered.items()]
         if callers > 1:
             rows.append(_together(engine, of_callers, answer_tokens, rounds))
         with engine_of(engine) as sharing:
@@ -123,6 +127,24 @@ def _timed(
     return in_rounds([(way, count) for count in counts for way in ways], run, rounds, say=lambda _: None)
 
 
+def _reordered(
+    engine: BlendEngine, again: Answer, prompts: Sequence[BlendPrompt], answer_tokens: int, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Return what it takes to ask about the chunks of the prompt before in another order, which no prefix cache knows."""
+    counts = {
+        "first token, same chunks reordered": 1,
+        f"answer of {answer_tokens}, same chunks reordered": answer_tokens,
+    }
+    times: dict[str, dict[str, list[float]]] = {what: {"alone": [], "stored": []} for what in counts}
+    wholes = [engine.prompt_ids(prompt) for prompt in prompts]
+    again(wholes[-1], 2)
+    for _ in range(rounds):
+        for (what, count), prompt, whole in zip(counts.items(), prompts, wholes, strict=True):
+            times[what]["alone"].append(seconds_of(again, whole, count))
+            times[what]["stored"].append(seconds_of(_ours, engine, prompt, count))
+    return times
+
+
 def _prompts(engines: Iterable[BlendEngine], ids: Sequence[int], callers: int) -> list[BlendPrompt]:
     """Store chunks of these tokens; return each caller's prompt of them, in another order."""
     numbers = range(max(len(ids) // _CHUNK_TOKENS, 1))
@@ -132,7 +154,7 @@ def _prompts(engines: Iterable[BlendEngine], ids: Sequence[int], callers: int) -
         engine.add(Chunk(engine.tokenizer.decode(part), name) for part, name in zip(parts, names, strict=True))
     chunks = [ChunkRef(name) for name in names]
     turns = [number % len(chunks) for number in range(callers)]
-    return [BlendPrompt(segments=["Read this.\n\n", *chunks[turn:], *chunks[:turn], _QUESTION]) for turn in turns]
+    return [BlendPrompt(segments=[_HEAD, *chunks[turn:], *chunks[:turn], _QUESTION]) for turn in turns]
 
 
 def _ids(engine: BlendEngine, count: int) -> list[int]:
