@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,20 +23,30 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_lab.bench.runner import Figures, Row, rss_bytes
+from cacheblend_lab.bench.runner import Figures, Row, cell, rss_bytes
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.cli.options import JsonOption
-from cacheblend_rag.cli.output import make_quiet, say_bytes
+from cacheblend_rag.cli.output import make_quiet, say_bytes, show_table
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.errors import CacheBlendError, UnknownChunkError
 from cacheblend_rag.store import check_store
 
-_SENTENCES = 9
-_SUBJECTS = ("the gardener", "a clerk", "the night guard", "an old teacher", "the captain", "a visitor", "the baker")
-_VERBS = ("painted", "repaired", "described", "carried", "forgot", "measured", "cleaned", "borrowed")
-_OBJECTS = ("a wooden chair", "the green lamp", "two letters", "the long ladder", "a box of nails", "the blue carpet")
-_PLACES = ("beside the river", "behind the library", "in the north wing", "under the stairs", "near the old mill")
+_SENTENCES = 8
+_SUBJECTS = "the gardener;a clerk;the night guard;an old teacher;the captain;a visitor;the baker;her cousin".split(";")
+_VERBS = "painted repaired described carried forgot measured cleaned borrowed sold".split()
+_OBJECTS = (
+    "a wooden chair;the green lamp;two letters;the long ladder;a box of nails;the blue carpet;a brass clock".split(";")
+)
+_PLACES = "beside the river;behind the library;in the north wing;under the stairs;near the old mill".split(";")
+_CITIES = (
+    "Lisbon Oslo Cairo Lima Kyoto Dublin Vienna Quito Athens Delhi Madrid Prague Warsaw Havana Nairobi Seoul Boston Geneva Tunis "
+    "Perth Bergen Turin Cork Porto Malmo Graz Split Riga Lyon Bath Kiel Ghent Basel Davos Siena Parma Hanoi Dakar Accra Tampa"
+).split()
+_FACTS = (
+    "access code;invoice number;locker number;phone extension;badge number;ticket number;shelf mark;postal code;account number;"
+    "serial number"
+).split(";")
 _CODE = re.compile(r"(?<!\d)\d{5}(?!\d)")
 _ANSWER_TOKENS = 10
 # Of a prompt, beside the one that is asked about; and of the corpus, that are deleted at a time.
@@ -118,11 +128,12 @@ def _chunks(room: int, code: str) -> list[Chunk]:
     """Return the two chunks of a room's document; only the first changes with the code."""
     chance = random.Random(room)
     sentences = [
-        f"In room {room}, {chance.choice(_SUBJECTS)} {chance.choice(_VERBS)} {chance.choice(_OBJECTS)} {chance.choice(_PLACES)}."
+        " ".join(chance.choice(words) for words in (_SUBJECTS, _VERBS, _OBJECTS, _PLACES)).capitalize()
+        + " that morning."
         for _ in range(2 * _SENTENCES)
     ]
     first, second = sentences[:_SENTENCES], sentences[_SENTENCES:]
-    first[_SENTENCES // 2] = f"The access code of room {room} is {code}."
+    first[_SENTENCES // 2] = f"{_fact(room)} {code}."
     texts = [" ".join(each) + "\n" for each in (first, second)]
     starts = (0, len(texts[0]))
     return [
@@ -131,20 +142,41 @@ def _chunks(room: int, code: str) -> list[Chunk]:
     ]
 
 
+def _fact(room: int) -> str:
+    """Return what is told of a room: things without much in common are easiest to tell apart for a small model."""
+    turn, place = divmod(room, len(_CITIES))
+    return f"The {_FACTS[place % len(_FACTS)]} of the {_CITIES[place]} room{f' on floor {turn}' if turn else ''} is"
+
+
 def _ids(room: int) -> list[str]:
     return [f"{room}-0", f"{room}-1"]
 
 
+def _prompt(asked: int, rooms: Sequence[int]) -> BlendPrompt:
+    chunks = [ChunkRef(id) for room in rooms for id in _ids(room)]
+    return BlendPrompt(segments=["Notes about rooms.\n\n", *chunks, f"\nWhat was noted? {_fact(asked)}"])
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """An answer without a code that was valid: what was asked among which rooms, in the prompt's order, and when."""
+
+    asked: int
+    rooms: list[int]
+    began: float
+    result: GenerationResult
+
+
 @dataclass
 class _Soak:
-    """One run: its engine, its judge over the same model, what is true, and what came of it."""
+    """One run: its engine, what is true, and what came of it."""
 
     engine: BlendEngine
-    judge: BlendEngine
     rooms: _Rooms
     pause_s: float
     stop: threading.Event = field(default_factory=threading.Event)
     counts: Counter[str] = field(default_factory=Counter)
+    doubts: list[_Doubt] = field(default_factory=list)
     examples: list[Row] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
 
@@ -161,13 +193,10 @@ class _Soak:
     def _ask(self, chance: random.Random) -> None:
         rooms = self.rooms.choose(chance)
         shuffled = chance.sample(rooms, len(rooms))
-        tail = f"\nQuestion: What is the access code of room {rooms[0]}?\nAnswer: The access code of room {rooms[0]} is"
-        chunks = [ChunkRef(id) for room in shuffled for id in _ids(room)]
+        prompt = _prompt(rooms[0], shuffled)
         began = time.monotonic()
         try:
-            result = self.engine.generate(
-                BlendPrompt(segments=["Notes about rooms.\n\n", *chunks, tail]), _ANSWER_TOKENS, do_sample=False
-            )
+            result = self.engine.generate(prompt, _ANSWER_TOKENS, do_sample=False)
         except CacheBlendError as error:
             expected = isinstance(error, UnknownChunkError)
             expected = expected and self.rooms.may_miss(rooms, began, time.monotonic())
@@ -176,19 +205,33 @@ class _Soak:
                 self._note("error", rooms, str(error))
             return
         self.count("answers")
-        self._judge(result, rooms, began)
-
-    def _judge(self, result: GenerationResult, rooms: list[int], began: float) -> None:
-        prompt = self.engine.tokenizer.decode(result.prompt_ids)
-        if self.rooms.is_stale(prompt, began) or self.rooms.is_stale(result.text, began):
+        text = self.engine.tokenizer.decode(result.prompt_ids)
+        if self.rooms.is_stale(text, began) or self.rooms.is_stale(result.text, began):
             self.count("stale")
-            self._note("stale", rooms, result.text, prompt=prompt)
+            self._note("stale", rooms, result.text, prompt=text)
         elif not self.rooms.is_right(result.text, rooms[0], began):
-            full = self.judge.generate(BlendPrompt(segments=[result.prompt_ids]), _ANSWER_TOKENS, do_sample=False).text
-            what = "wrong" if self.rooms.is_right(full, rooms[0], began) else "wrong_by_full_prefill_too"
+            self.count("doubtful")
+            with self.rooms.lock:
+                self.doubts.append(_Doubt(rooms[0], shuffled, began, result))
+
+    def judge(self, full: BlendEngine, calm: BlendEngine, most: int) -> None:
+        """Judge so many doubtful answers: wrong is what full prefill of the same prompt knows, and so does KV of the same
+        chunks that is computed now, while nothing changes; what the latter does not know either, blending has lost.
+        """
+        for doubt in random.Random(2).sample(self.doubts, min(most, len(self.doubts))):
+            prompt = BlendPrompt(segments=[doubt.result.prompt_ids])
+            in_full = full.generate(prompt, _ANSWER_TOKENS, do_sample=False).text
+            what, again = "unknown_to_full_prefill", ""
+            if self.rooms.is_right(in_full, doubt.asked, doubt.began):
+                found = set(_CODE.findall(full.tokenizer.decode(doubt.result.prompt_ids)))
+                codes = {each.room: code for code, each in self.rooms.codes.items() if code in found}
+                for room in doubt.rooms:
+                    calm.add(_chunks(room, codes[room]))
+                again = calm.generate(_prompt(doubt.asked, doubt.rooms), _ANSWER_TOKENS, do_sample=False).text
+                what = "wrong" if self.rooms.is_right(again, doubt.asked, doubt.began) else "lost_by_blending"
             self.count(what)
-            tiers = [each.tier for each in result.report.chunks]
-            self._note(what, rooms, result.text, full=full, tiers=tiers, prompt=prompt)
+            tiers = [each.tier for each in doubt.result.report.chunks]
+            self._note(what, doubt.rooms, doubt.result.text, full=in_full, again=again, tiers=tiers)
 
     def _note(self, what: str, rooms: list[int], said: str, **facts: object) -> None:
         with self.rooms.lock:
@@ -290,6 +333,7 @@ def main(
     ram_mb: Annotated[int, typer.Option(help="The store's ram_bytes, in millions.")] = 64,
     disk_mb: Annotated[int, typer.Option(help="The store's disk_bytes, in millions.")] = 96,
     pause_s: Annotated[float, typer.Option(help="Seconds between two changes, on average.")] = 0.5,
+    judged: Annotated[int, typer.Option(help="Doubtful answers that are compared with full prefill, at most.")] = 60,
     json_file: JsonOption = None,
 ) -> None:
     """Ask for facts while they change; exit status 1 if an answer is stale or wrong, or something deleted is left."""
@@ -298,26 +342,27 @@ def main(
     with TemporaryDirectory(prefix="cacheblend-soak-") as temporary:
         folder = Path(temporary) / "kv"
         with BlendEngine.from_pretrained(model, config=config, store=folder) as engine:
-            alone = EngineConfig(ram_bytes=0, prefix_bytes=0)
-            with engine.another(config=alone, blend=BlendConfig(enabled=False)) as judge:
-                soak = _Soak(engine, judge, _Rooms(documents), pause_s)
-                for room in range(documents):
-                    with soak.rooms.changed(room) as code:
-                        engine.add(_chunks(room, code))
-                soak.run(callers, 60 * minutes)
-                stats = engine.store.stats()
-                row: Row = {
-                    "minutes": minutes,
-                    **dict(sorted(soak.counts.items())),
-                    **_memory(soak.memory, 60 * minutes),
-                }
-                row |= {"disk_bytes": stats.disk_bytes, "evictions": stats.evictions, "ram_bytes": stats.ram_bytes}
-                row |= {"ram_evictions": stats.ram_evictions, **soak.left_over(folder)}
+            soak = _Soak(engine, _Rooms(documents), pause_s)
+            for room in range(documents):
+                with soak.rooms.changed(room) as code:
+                    engine.add(_chunks(room, code))
+            soak.run(callers, 60 * minutes)
+            stats = engine.store.stats()
+            row: Row = {"minutes": minutes, **_memory(soak.memory, 60 * minutes)}
+            row |= {"disk_bytes": stats.disk_bytes, "evictions": stats.evictions, "ram_bytes": stats.ram_bytes}
+            row |= {"ram_evictions": stats.ram_evictions, **soak.left_over(folder)}
+            alone = EngineConfig(prefix_bytes=0)
+            with (
+                engine.another(config=alone, blend=BlendConfig(enabled=False)) as full,
+                engine.another(config=alone, store=Path(temporary) / "calm") as calm,
+            ):
+                soak.judge(full, calm, judged)
     unexpected = sum(count for what, count in soak.counts.items() if what.endswith("unexpected"))
-    row |= {"stale": soak.counts["stale"], "wrong": soak.counts["wrong"], "unexpected_errors": unexpected}
+    row |= {"stale": 0, "wrong": 0, **soak.counts, "unexpected_errors": unexpected}
     row["over_disk_bytes"] = max(stats.disk_bytes - disk_mb * 10**6, 0)
     figures = Figures(f"{Path(model).name}, {callers} callers", [row], {"examples": soak.examples})
-    figures.show()
+    # One row of many figures is a list on paper.
+    show_table(figures.title, ("", ""), [(name, cell(name, value)) for name, value in row.items()])
     setting = {"callers": callers, "documents": documents, "ram_mb": ram_mb, "disk_mb": disk_mb, "pause_s": pause_s}
     figures.write(json_file, "soak", setting)
     failed = ("stale", "wrong", "unexpected_errors", "over_disk_bytes", "left_ids", "left_kv", "problems")
