@@ -28,7 +28,8 @@ from cacheblend_rag.cli.output import make_quiet
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.store import KVStore, NodeRecord, open_store, packed_kv
+from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store.memory import packed_kv
 
 _CHUNK_TOKENS = 250
 _QUESTION = "\n\nQuestion: What does the passage say about values?\nAnswer:"
