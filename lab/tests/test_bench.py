@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cacheblend_lab.bench.capacity import main as capacity
 from cacheblend_lab.bench.picture import main as draw
 from cacheblend_lab.bench.real import main as real
 from cacheblend_lab.bench.runner import cell, in_rounds, median_ratio, percentile, shown, spread
 from cacheblend_lab.bench.serve import prompts_of
 from cacheblend_lab.bench.shapes import SHAPES, shape_config
+from cacheblend_lab.soak import main as soak
 from integrations.serve.tests.conftest import engine_of, serving
 from tests.cli.conftest import model_folder as model_folder
 from tests.command import read_rows, run
@@ -166,6 +168,19 @@ def test_a_model_is_timed_alone_from_stored_kv_and_by_several_callers(model_fold
     assert "first token, stored KV" in drawn and "answer of 3 tokens, full prefill" in drawn
     draw(file, picture)
     assert picture.read_text() == drawn
+
+
+def test_what_kv_takes(model_folder: Path, tmp_path: Path) -> None:
+    capacity(str(model_folder), tokens=500, kv_mb=4, chunks=2, rounds=1, json_file=tmp_path / "capacity.json")
+    rows = read_rows(tmp_path / "capacity.json")
+    assert [row["what"] for row in rows] == 4 * ["first token"] + 3 * ["ingestion"] + 4 * ["memory"]
+
+
+def test_callers_ask_while_documents_change(model_folder: Path, tmp_path: Path) -> None:
+    setting = {"minutes": 0.05, "callers": 2, "documents": 5, "ram_mb": 1, "disk_mb": 4, "pause_s": 0.1, "judged": 1}
+    soak(str(model_folder), **setting, json_file=tmp_path / "soak.json")  # type: ignore[arg-type]
+    (row,) = read_rows(tmp_path / "soak.json")
+    assert row["answers"] > 0 and row["updates"] > 0 and row["stale"] == row["left_kv"] == 0
 
 
 @pytest.mark.parametrize(

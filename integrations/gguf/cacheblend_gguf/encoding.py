@@ -41,9 +41,11 @@ class LlamaEncoder(ChunkEncoder):
                     yield []
                     time.sleep(_PAUSE_S)
                 try:
-                    yield self._read(reading, targets)
+                    found = self._read(reading, targets)
                 finally:
+                    # Before anyone else has the model: what is given up after its last batch ends whenever it is collected.
                     self._llama.forget_reading()
+                yield found
 
     def head(self, token_ids: Sequence[int]) -> ChunkKV:
         self._llama.read((*token_ids,), 0)

@@ -15,6 +15,7 @@ from transformers import StoppingCriteria
 from cacheblend_attachments import SourceAttention, calibrate
 from cacheblend_gguf import GGUFEngine
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig, FixedText
+from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.lookup import Pace
 from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError, ConfigError, PromptError, UnknownChunkError
 from integrations.gguf.tests.kit import HARBOUR, QUESTION, ask, harbour, last_scores, read_blended, read_in_full
@@ -26,6 +27,16 @@ EXACT = EngineConfig(disk_codec="native")
 def filled(engine: GGUFEngine) -> GGUFEngine:
     engine.add(harbour())
     return engine
+
+
+def test_a_batch_that_is_collected_late_leaves_the_next_reading_alone(filled: GGUFEngine) -> None:
+    encoder, llama = filled._supply.encoder, filled.llama
+    batches = encoder.encode([Target((5, 6, 7))])
+    next(batches)
+    llama.begin_reading(encoder.preamble, ())
+    batches.close()  # type: ignore[attr-defined]
+    assert llama.take(0, len(encoder.preamble))
+    llama.forget_reading()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.6])

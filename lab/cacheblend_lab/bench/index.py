@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from cacheblend_lab.bench.runner import Figures, Row, Say, percentile, seconds_of
+from cacheblend_lab.bench.runner import Figures, Row, Say, percentile, rss_bytes, seconds_of
 from cacheblend_lab.cli.options import parse_counts
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import Later, NodeRecord, open_store
@@ -31,7 +30,6 @@ _TENANT = hashlib.blake2b(b"bench", digest_size=16).hexdigest()
 _TOKENS, _ROWS_AT_ONCE = 32, 20_000
 # Those of the chunks of a prompt.
 _IDS, _LOOKUPS = 8, 10_000
-_MEMORY = Path("/proc/self/statm")
 
 
 def measure(*, entries: str, say: Say) -> Figures:
@@ -39,8 +37,7 @@ def measure(*, entries: str, say: Say) -> Figures:
     sizes = parse_counts(entries)
     if min(sizes) < 2 * _IDS:
         raise ConfigError(f"entries {entries} must each be at least {2 * _IDS}, those of the chunks of one lookup")
-    if not _MEMORY.exists():
-        raise ConfigError(f"the memory that the index takes is read from {_MEMORY}, which is not there; use Linux")
+    rss_bytes()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for size in sizes:
@@ -90,7 +87,7 @@ def _digest(of: str) -> str:
 def _figures(folder: Path, entries: int) -> Row:
     chance = random.Random(0)
     asked = [[_digest(f"id{chance.randrange(entries // 2)}") for _ in range(_IDS)] for _ in range(_LOOKUPS)]
-    before = _rss_bytes()
+    before = rss_bytes()
     began = time.perf_counter()
     store = open_store(folder, ram_bytes=0)
     open_s = time.perf_counter() - began
@@ -103,14 +100,9 @@ def _figures(folder: Path, entries: int) -> Row:
         took.append(time.perf_counter() - began)
         if held != [True] * _IDS:
             raise RuntimeError(f"the index of {folder} has lost some of {ids}")
-    memory = _rss_bytes() - before
+    memory = rss_bytes() - before
     store.close()
     return {"open_s": open_s, "p50_s": percentile(took, 50), "p99_s": percentile(took, 99), "memory_bytes": memory}
-
-
-def _rss_bytes() -> int:
-    pages = int(_MEMORY.read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from cacheblend_rag.cli.output import say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.errors import ConfigError
 
 __all__ = [
     "Figures",
@@ -19,6 +21,7 @@ __all__ = [
     "in_rounds",
     "median_ratio",
     "percentile",
+    "rss_bytes",
     "seconds_of",
     "shown",
     "spread",
@@ -121,3 +124,11 @@ def percentile(times: Sequence[float], share: int) -> float:
     """Return the time within which so many of a hundred were."""
     ranked = sorted(times)
     return ranked[min(len(ranked) * share // 100, len(ranked) - 1)]
+
+
+def rss_bytes() -> int:
+    """Return the resident memory of this process."""
+    memory = Path("/proc/self/statm")
+    if not memory.exists():
+        raise ConfigError(f"the memory that is taken is read from {memory}, which is not there; use Linux")
+    return int(memory.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
