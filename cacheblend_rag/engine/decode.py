@@ -24,8 +24,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend_rag.engine.lookup import Lookup, Pace, is_clear
 from cacheblend_rag.engine.protocol import GenerationResult, StopStrings
 from cacheblend_rag.engine.request import Request, make_report
+from cacheblend_rag.fuse.mask import attend_folded
 from cacheblend_rag.lexer import lexer_of
-from cacheblend_rag.model import CACHE, KVCache, answering_first, past_adapters
+from cacheblend_rag.model import CACHE, KVCache, answering_first, past_adapters, replace_attention
 from cacheblend_rag.stops import Spelling
 
 __all__ = [
@@ -178,7 +179,8 @@ def decode(
             ahead = _Ahead(cache, Lookup(layout.token_ids, pace), len(layout) + outputs.limit, model.dtype)
         injecting = answering_first(model, cache, prompts.logits, ahead)
     brought = any(each.request.options.get("logits_processor") for each in outputs.rows)
-    with torch.no_grad(), injecting:
+    attending = replace_attention(attend_folded) if model.device.type == "cpu" else nullcontext()
+    with torch.no_grad(), injecting, attending:
         output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
             **inputs,
             **({} if cache is None else {CACHE: cache}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +13,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cacheblend_rag.model import AttentionFunction
 
-__all__ = ["RowMask", "attend_in_blocks"]
+__all__ = ["RowMask", "attend_folded", "attend_in_blocks"]
 
 _BLOCK_ROWS = 64
 _MOST_BLOCKS = 8
 # A longer prompt's masks are made additive anew in every layer, so that they take no more room than that of one block.
 _KEPT_BYTES = 64 << 20
+# Of more, the kernel makes good use anyway.
+_MOST_FOLDED = 16
 _ASKED_BESIDES = ("position_bias", "softcap", "cache")
 
 
@@ -89,12 +92,45 @@ def attend_in_blocks(
     **kwargs: Any,
 ) -> Any:
     """Attend by a `RowMask` in transformers' own ``sdpa``, and by `function` otherwise; for `replace_attention`."""
-    asked = args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in _ASKED_BESIDES)
     if (
-        function is sdpa_attention_forward
-        and isinstance(attention_mask, RowMask)
+        isinstance(attention_mask, RowMask)
         and attention_mask.shape[-2:] == (query.shape[2], key.shape[2])
-        and not asked
+        and _is_plain(function, args, kwargs)
     ):
         return attention_mask.attend(query, key, value, kwargs.get("scaling")), None
     return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def attend_folded(
+    function: AttentionFunction,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Attend from few rows in transformers' own ``sdpa``, and by `function` otherwise; for `replace_attention`, on a CPU.
+
+    The heads that share KV are rows of one head: torch's kernel reads the KV once for all of them, and is slow for single rows.
+    """
+    batch, heads, rows, width = query.shape
+    shared = key.shape[1]
+    is_masked = isinstance(attention_mask, torch.Tensor) and attention_mask.shape[1:3] == (1, rows)
+    is_small = rows <= _MOST_FOLDED and heads > shared and (is_masked or (rows == 1 and attention_mask is None))
+    if not is_small or not _is_plain(function, args, kwargs):
+        return function(module, query, key, value, attention_mask, *args, **kwargs)
+    out = functional.scaled_dot_product_attention(
+        query.reshape(batch, shared, -1, width),
+        key,
+        value,
+        attn_mask=None if attention_mask is None else attention_mask.repeat(1, 1, heads // shared, 1),
+        scale=kwargs.get("scaling"),
+    )
+    return out.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
+
+
+def _is_plain(function: AttentionFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    asked = args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in _ASKED_BESIDES)
+    return function is sdpa_attention_forward and not asked

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.fuse import mask as fuse_mask
-from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks
+from cacheblend_rag.fuse.mask import RowMask, attend_folded, attend_in_blocks
 from tests.families import tiny_model, tiny_tokenizer, words
 
 _COLUMNS = 900
@@ -54,6 +54,26 @@ def test_blocks_give_what_the_whole_mask_gives(
         # One unit in the last place of bfloat16 at 1.
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "kind"), [(1, None), (1, "padded"), (4, "causal"), (4, "bias"), (17, "causal")])
+def test_folded_heads_give_what_each_head_gives(rows: int, kind: str | None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    query = torch.randn(2, 6, rows, 16, generator=generator).to(dtype)
+    key, value = (torch.randn(2, 2, _COLUMNS, width, generator=generator).to(dtype) for width in (16, 24))
+    mask = None
+    if kind == "padded":
+        mask = (torch.arange(_COLUMNS) >= torch.tensor([[0], [70]]))[:, None, None]
+    elif kind is not None:
+        mask = torch.ones(rows, _COLUMNS, dtype=torch.bool).tril(_COLUMNS - rows)[None, None].expand(2, 1, -1, -1)
+    if mask is not None and kind == "bias":
+        mask = torch.randn(2, 1, rows, _COLUMNS, generator=generator).to(dtype).masked_fill(~mask, -torch.inf)
+    wanted = sdpa_attention_forward(_Grouped(), query, key, value, mask, scaling=0.3)[0]
+    got, _ = attend_folded(sdpa_attention_forward, _Grouped(), query, key, value, mask, dropout=0.0, scaling=0.3)
+    assert got.is_contiguous()
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
