@@ -76,13 +76,17 @@ class Scheduler:
         self.leave()
 
     @contextmanager
-    def after_others(self) -> Iterator[None]:
-        """Take the model when no other thread waits for it."""
+    def after_others(self, patience_s: float | None = None) -> Iterator[None]:
+        """Take the model when no other thread waits for it; after so many seconds stand in line as they do, if that is given."""
         with self._changed:
-            if not self.is_mine:
-                self._changed.wait_for(lambda: self._owner is None and not self.queue)
+            is_free = self.is_mine or self._changed.wait_for(
+                lambda: self._owner is None and not self.queue, timeout=patience_s
+            )
+            if is_free:
                 self._owner = threading.get_ident()
-            self._depth += 1
+                self._depth += 1
+        if not is_free:
+            self.take()
         try:
             yield
         finally:

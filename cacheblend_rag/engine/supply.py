@@ -24,6 +24,8 @@ from cacheblend_rag.store import KVReader, RamReader, part_of
 __all__ = ["KVSupply"]
 
 logger = logging.getLogger(__name__)
+# How long what is encoded in the background gives way to prompts: callers who never stop must not keep it from ever being done.
+_PATIENCE_S = 5.0
 
 
 class KVSupply:
@@ -54,7 +56,9 @@ class KVSupply:
             left = dict(enumerate(planned))
             batches = self.encoder.encode([targets[index] for index in planned])
             while left:
-                turn: AbstractContextManager[None] = self.scheduler.after_others() if patient else self.scheduler
+                turn: AbstractContextManager[None] = (
+                    self.scheduler.after_others(_PATIENCE_S) if patient else self.scheduler
+                )
                 with turn:
                     try:
                         batch = [(left.pop(number), kv) for number, kv in next(batches)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cacheblend_lab.settings import engine_settings
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import codec_names
-from cacheblend_rag.engine import AddJob
+from cacheblend_rag.engine import AddJob, supply
 from cacheblend_rag.errors import ConfigError
 from tests import poison
 from tests.engines import busy
@@ -102,6 +102,28 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
         engine.flush()
     assert order.index("prompt") <= 1
     assert order.count("batch") >= 6
+
+
+def test_a_load_that_never_pauses_does_not_keep_chunks_waiting(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supply, "_PATIENCE_S", 0.05)
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            with engine.backend.scheduler:
+                time.sleep(0.002)
+
+    callers = [threading.Thread(target=ask) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    try:
+        engine.add(CHUNKS, background=True)
+        engine.flush()
+    finally:
+        stop.set()
+    assert all(held(engine).values())
 
 
 STEPS = st.tuples(st.sampled_from(["later", "now", "delete", "ask", "flush"]), st.integers(0, 2), st.integers(0, 2))

@@ -85,7 +85,7 @@ class _NoLock(Scheduler):
         pass
 
     @contextmanager
-    def after_others(self) -> Iterator[None]:
+    def after_others(self, patience_s: float | None = None) -> Iterator[None]:
         yield
 
 
