@@ -150,7 +150,7 @@ class Encoder(ChunkEncoder):
             sequence, indices = batch[0][0]
             places = targets[indices[0]].positions
             if places is None:
-                yield list(self._run(batch, targets))
+                yield from self._run(batch, targets)
             else:
                 # A placed target is a batch of its own.
                 yield [(indices[0], self.cut_out(self._placed(sequence, places), targets[indices[0]]))]
@@ -163,8 +163,8 @@ class Encoder(ChunkEncoder):
         ]
         return ChunkKV(tuple(token_ids), 0, kept)
 
-    def _run(self, batch: Sequence[Reading], targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
-        """Yield the targets of readings: of several that have one step each, or of one."""
+    def _run(self, batch: Sequence[Reading], targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
+        """Yield the targets of readings, forward by forward: of several that have one step each, or of one."""
         read, ahead, cache = self._begin(
             [reading[0][0] for reading in batch], max(len(sequence) for reading in batch for sequence, _ in reading)
         )
@@ -176,14 +176,15 @@ class Encoder(ChunkEncoder):
             rows = [[*ahead, *row[known:], *[row[-1]] * (width - len(row))] for row, _ in steps]
             layers = self._forward(rows, cache)
             ahead, read = (), steps[0][0]
+            found = []
             for number, (_, indices) in enumerate(steps):
                 own = [LayerKV(kv.keys[number], kv.values[number]) for kv in layers]
-                for index in indices:
-                    yield index, self.cut_out(own, targets[index])
-        kept = kept_of(batch[0], targets)
-        if kept != self._kept[0]:
-            stop = len(self.preamble) + len(kept)
-            self._kept = kept, [LayerKV(*(part[:1, :, :stop].clone() for part in kv)) for kv in layers]
+                found += [(index, self.cut_out(own, targets[index])) for index in indices]
+            # Whoever has all targets does not come back.
+            if steps[0] is batch[0][-1] and (kept := kept_of(batch[0], targets)) != self._kept[0]:
+                stop = len(self.preamble) + len(kept)
+                self._kept = kept, [LayerKV(*(part[:1, :, :stop].clone() for part in kv)) for kv in layers]
+            yield found
 
     def _begin(self, rows: Sequence[Sequence[int]], length: int) -> tuple[tuple[int, ...], tuple[int, ...], KVCache]:
         """Return what all rows begin with, of which the cache has the KV, what is read before the rest of them, the preamble or

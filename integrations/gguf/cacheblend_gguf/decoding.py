@@ -1,4 +1,4 @@
-"""Answers that are decoded together: each has a sequence of llama.cpp, and a step computes a token of every one."""
+"""Answers computed together: each has a sequence of llama.cpp; a step reads rows of prompts beside the others' next tokens."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ _PROCESSORS: dict[str, Any] = {
 _OTHERS = (*_PROCESSORS, "logits_processor", "stopping_criteria", "stop_strings", "eos_token_id")
 # How far a score must be ahead: llama.cpp computes with 8 bits, and in another order where a step has more rows.
 _CLEAR = 0.5
+# Rows that a step computes at most, as many as llama.cpp takes at once, and where prompts are read while others decode.
+_ROWS, _ROWS_BESIDE = 512, 128
 # Seconds that a call waits at least: the thread takes its time to begin, even where nobody else asks.
 _LEAST_S = 0.05
 
@@ -88,6 +90,9 @@ class Answering:
     processors: list[Any] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     sequence: int = -1
+    # The prompt's next row to be read, and how many are still to be computed.
+    row: int = 0
+    left: int = 0
     output: list[int] = field(default_factory=list)
     # What may come next, once the first token is there; and whether the next one is to be computed alone.
     lookup: Lookup | None = None
@@ -120,12 +125,21 @@ class Answering:
         found = request.supply.prefixes.find(request.prompt, self.ratio, 0 if head is None else head.rows)
         return (None, 0) if found is None else (found[0].kv, found[1])
 
+    @property
+    def first_wanted(self) -> int:
+        """The first row whose scores are wanted."""
+        return len(self.request.prompt.layout) - self.logits_to_keep
+
     def begin(self, sequence: int, rows: int) -> None:
         """Begin in a sequence that holds so many first rows, which are those of an earlier prompt."""
         self.sequence = sequence
         if rows:
             self.request.resume(rows, whole=self.ratio is None)
             self.request.state.figures["head_tokens"] = 0
+        self.row = self.request.layout.resumed_rows - self.request.state.head_rows
+        self.readers = {row: reader for row, reader in self.readers.items() if self.row <= row < self.first_wanted}
+        stored = (min(len(reader.token_ids), self.first_wanted - row) for row, reader in self.readers.items())
+        self.left = len(self.request.prompt.layout) - min(self.row, self.first_wanted) - sum(stored)
 
     def choose(self, scores: Scores) -> bool:
         """Choose the next token by its scores, ``(vocab,)``; return whether it is the last one."""
@@ -208,8 +222,8 @@ class Decoding:
                         break
 
     def _admit(self) -> None:
-        """Begin with those that wait, in their order, as far as there are cells for them; one, where answers are under way."""
-        while self._waiting:
+        """Begin with those that wait, in their order, as far as there are cells for them, and as one step reads."""
+        while self._waiting and sum(each.left for each in self._active) < _ROWS_BESIDE:
             answering = self._waiting[0]
             if not answering.done.cancelled():
                 held, rows = answering.shared()
@@ -222,30 +236,22 @@ class Decoding:
                 if answering.sequence >= 0:
                     self._llama.end(answering.sequence)
                 continue
+            state = answering.request.state
+            waited_s = time.perf_counter() - answering.request.ready - state.encode_s - state.open_s
+            state.queue_s += max(waited_s, 0.0)
+            state.forward_started = time.perf_counter()
+            state.figures["load_bytes"] = 0
             self._active.append(answering)
-            self._attempt(answering, self._prefill)
-            if len(self._active) > 1:
-                return
 
-    def _prefill(self, answering: Answering) -> bool:
-        """Put the stored rows of a prompt into its sequence, compute the others, and choose the first token."""
-        request, layout = answering.request, answering.request.prompt.layout
-        request.state.queue_s += max(
-            time.perf_counter() - request.ready - request.state.encode_s - request.state.open_s, 0.0
-        )
-        request.state.forward_started = time.perf_counter()
-        row = request.layout.resumed_rows - request.state.head_rows
-        request.state.figures["load_bytes"] = 0
-        for begin in sorted(each for each in answering.readers if each >= row):
-            self._llama.decode(layout.token_ids[row:begin], row, answering.sequence)
-            row = begin + self._put(answering, begin)
-        last = len(layout) - answering.logits_to_keep
-        if row > last:
+    def _put_stored(self, answering: Answering) -> bool:
+        """Put what is stored of a prompt's next rows into its sequence."""
+        while answering.row in answering.readers:
+            answering.row += self._put(answering, answering.row)
+        if answering.row > answering.first_wanted:
             # What is stored reaches into the tokens whose scores are wanted.
-            self._llama.remove(answering.sequence, last)
-            row = last
-        answering.scores = self._llama.decode(layout.token_ids[row:], row, answering.sequence, answering.logits_to_keep)
-        return answering.outputs is None or answering.choose(answering.scores[-1])
+            answering.row = answering.first_wanted
+            self._llama.remove(answering.sequence, answering.row)
+        return False
 
     def _put(self, answering: Answering, begin: int) -> int:
         """Put the stored rows that begin at a row of a prompt into its sequence; return how many there are."""
@@ -264,28 +270,42 @@ class Decoding:
         return len(reader.token_ids)
 
     def _step(self) -> None:
-        """Compute the next token of all answers under way; of one alone what it may go on with too."""
-        active = list(self._active)
-        for each in active:
-            each.request.state.figures["batch_size"] = max(each.request.state.figures.get("batch_size", 1), len(active))
-        guesses = self._guess(active[0]) if len(active) == 1 else []
-        asked = [
-            (id, len(each.request.prompt.layout) + len(each.output) - 1 + number, each.sequence, True)
-            for each in active
-            for number, id in enumerate((each.output[-1], *guesses))
-        ]
+        """Compute the next token of all answers, of one alone what it may go on with too, and rows of prompts not read yet."""
+        decoding = [each for each in self._active if not each.left]
+        guesses = self._guess(decoding[0]) if decoding and len(self._active) == 1 else []
+        parts: list[tuple[Answering, list[tuple[int, int, int, bool]]]] = []
+        for each in decoding:
+            row = len(each.request.prompt.layout) + len(each.output) - 1
+            ids = (each.output[-1], *guesses)
+            parts.append((each, [(id, row + number, each.sequence, True) for number, id in enumerate(ids)]))
+        room = _ROWS_BESIDE - len(decoding) if decoding else _ROWS
+        for each in [each for each in self._active if each.left]:
+            if room and self._attempt(each, self._put_stored):
+                parts.append((each, self._read(each, room)))
+                room -= len(parts[-1][1])
+        if not parts:
+            return
+        for each, _ in parts:
+            each.request.state.figures["batch_size"] = max(each.request.state.figures.get("batch_size", 1), len(parts))
         began = time.perf_counter()
         try:
-            found = self._llama.step(asked)
+            found = deque(self._llama.step([token for _, tokens in parts for token in tokens]))
         except Exception as error:  # handed to all who wait
-            for each in active:
+            for each, _ in parts:
                 self._leave(each, error)
             return
-        if len(active) == 1:
-            self.pace.note_step(len(asked), time.perf_counter() - began)
-        for number, each in enumerate(active):
-            own = found if guesses else found[number : number + 1]
+        if len(parts) == len(decoding) == 1:
+            self.pace.note_step(1 + len(guesses), time.perf_counter() - began)
+        for each, tokens in parts:
+            own = [found.popleft() for *_, is_wanted in tokens if is_wanted]
             self._attempt(each, lambda answering, own=own: self._take(answering, guesses, own))
+
+    def _read(self, answering: Answering, room: int) -> list[tuple[int, int, int, bool]]:
+        """Return so many of a prompt's next rows as `Llama.step` takes them; those before the next stored ones at most."""
+        ids, row = answering.request.prompt.layout.token_ids, answering.row
+        stop = min([len(ids), row + room, *(begin for begin in answering.readers if begin > row)])
+        answering.row, answering.left = stop, answering.left - (stop - row)
+        return [(ids[each], each, answering.sequence, each >= answering.first_wanted) for each in range(row, stop)]
 
     def _guess(self, answering: Answering) -> list[int]:
         if answering.lookup is None:
@@ -297,6 +317,10 @@ class Decoding:
 
     def _take(self, answering: Answering, guesses: list[int], found: list[Scores]) -> bool:
         """Choose the next token, and those behind it as long as they are what was guessed; return whether the last was chosen."""
+        if answering.outputs is None or not answering.output:
+            # Of a prompt's last rows.
+            answering.scores += found
+            return not answering.left and (answering.outputs is None or answering.choose(found[-1]))
         try:
             for number, scores in enumerate(found):
                 if guesses and not is_clear(torch.from_numpy(scores), _CLEAR):
@@ -313,15 +337,17 @@ class Decoding:
                 self._llama.remove(answering.sequence, rows)
         return False
 
-    def _attempt(self, answering: Answering, work: Any) -> None:
-        """Do one answer's part; what goes wrong in it is that answer's alone."""
+    def _attempt(self, answering: Answering, work: Any) -> bool:
+        """Do one answer's part, and return whether it goes on; what goes wrong in it is that answer's alone."""
         try:
-            if work(answering):
-                if answering.outputs is not None:
-                    answering.outputs.finish([answering.output])
-                self._leave(answering)
+            if not work(answering):
+                return True
+            if answering.outputs is not None:
+                answering.outputs.finish([answering.output])
+            self._leave(answering)
         except Exception as error:  # handed to who asked for it
             self._leave(answering, error)
+        return False
 
     def _leave(self, answering: Answering, error: Exception | None = None) -> None:
         if error is not None or not self._keep(answering):

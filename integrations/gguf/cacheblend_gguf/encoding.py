@@ -1,4 +1,7 @@
-"""Encoding of chunks by llama.cpp: a document is read once, behind the preamble, and each chunk's cells are copied out."""
+"""Encoding of chunks by llama.cpp: a document is read once, behind the preamble, and each chunk's cells are copied out.
+
+Between turns others may have the cells; what is read goes on where it parts from what these still hold.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chunk import context_digest
-from cacheblend_rag.encode import ChunkEncoder, Reading, Target, kept_of, shared_length
-from cacheblend_rag.errors import PromptError
+from cacheblend_rag.encode import ChunkEncoder, Target, kept_of
+from cacheblend_rag.errors import CacheBlendError, PromptError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import ModelCard
 
@@ -16,6 +19,8 @@ __all__ = ["LlamaEncoder"]
 
 # How long to leave the model to answers that have the cells which are wanted.
 _PAUSE_S = 0.005
+# Tokens that are read in one go, as many as llama.cpp computes at once: whoever asks waits no longer.
+_AT_ONCE = 512
 
 
 class LlamaEncoder(ChunkEncoder):
@@ -36,36 +41,28 @@ class LlamaEncoder(ChunkEncoder):
             )
         for batch in self.batches(targets):
             for reading in batch:
-                length = len(self.preamble) + max(len(sequence) for sequence, _ in reading)
-                while not self._llama.make_room(length):
-                    yield []
-                    time.sleep(_PAUSE_S)
-                try:
-                    found = self._read(reading, targets)
-                finally:
-                    # Before anyone else has the model: what is given up after its last batch ends whenever it is collected.
-                    self._llama.forget_reading()
-                yield found
+                for sequence, indices in reading:
+                    ids, most = self.preamble + sequence, _AT_ONCE
+                    while (there := self._llama.read(ids, most)) < len(ids):
+                        yield []
+                        if not there:
+                            time.sleep(_PAUSE_S)
+                        elif self._llama.known(ids) < there:
+                            # So that two who read in turns come to an end.
+                            most = len(ids)
+                    found = [(index, self._take(targets[index])) for index in indices]
+                    if sequence is reading[-1][0]:
+                        self._llama.keep_reading(len(self.preamble) + len(kept_of(reading, targets)))
+                    yield found
 
     def head(self, token_ids: Sequence[int]) -> ChunkKV:
-        self._llama.read((*token_ids,), 0)
-        try:
-            return ChunkKV(tuple(token_ids), 0, self._llama.take(0, len(token_ids)))
-        finally:
-            self._llama.forget_reading()
+        if not self._llama.read(tuple(token_ids), len(token_ids)):
+            raise CacheBlendError(
+                f"answers under way have the cells that the {len(token_ids)} tokens of a prompt's head need; try again"
+            )
+        return ChunkKV(tuple(token_ids), 0, self._llama.take(0, len(token_ids)))
 
-    def _read(self, reading: Reading, targets: Sequence[Target]) -> list[tuple[int, ChunkKV]]:
-        start = len(self.preamble)
-        found = []
-        read = self._llama.begin_reading(self.preamble, reading[0][0])
-        for sequence, indices in reading:
-            known = shared_length(read, sequence)
-            self._llama.read(sequence[known:], start + known)
-            read = sequence
-            for index in indices:
-                target = targets[index]
-                first = start + len(target.context)
-                layers = self._llama.take(first, len(target.token_ids))
-                found.append((index, ChunkKV(target.token_ids, first, layers, context_digest(target.context))))
-        self._llama.keep_reading(kept_of(reading, targets))
-        return found
+    def _take(self, target: Target) -> ChunkKV:
+        first = len(self.preamble) + len(target.context)
+        layers = self._llama.take(first, len(target.token_ids))
+        return ChunkKV(target.token_ids, first, layers, context_digest(target.context))

@@ -37,18 +37,15 @@ _KV_TYPES: dict[_KVType, int] = {"f16": 1, "f32": 0, "bf16": 30, "q8_0": 8, "q4_
 _DEFAULT_TOKENS = 8192
 _PREFIX = "CACHEBLEND_GGUF_"
 _BATCH = 2048
-# Cells beside a prompt's: of the preamble and of what the last chunk was read behind, which stay, and of a prompt's head while
-# it is encoded.
-_BESIDE = 1536
+# Cells beside a prompt's, of its head while that is encoded.
 HEAD_CELLS = 512
 _READ_BYTES = 1 << 24
 # The level of errors in ggml's log.
 _ERROR = 4
 _NONE = np.empty(0, np.int64)
 
-# Sequences that no answer has: what all chunks are encoded after, that and what the last one was read behind, where they are
-# encoded, and where states are put in and out.
-_PREAMBLE, _KEPT, _ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2, 3, 4
+# Sequences that no answer has: where chunks are encoded, and where states are put in and out.
+_ENCODING, _PASSING, _FIRST_ANSWER = 0, 1, 2
 
 
 class LlamaOptions(SettingsBase):
@@ -121,8 +118,8 @@ class Llama:
         # What the engines over this model keep of earlier prompts, each in a sequence; what of these is not wanted any more.
         self.kept: WeakSet[PrefixCache] = WeakSet()
         self._cuts: deque[tuple[int, int]] = deque()
-        self._preamble: tuple[int, ...] = ()
-        self._kept: tuple[int, ...] = ()
+        # What the encoding sequence holds.
+        self._read: tuple[int, ...] = ()
         if llama_cpp.llama_model_has_encoder(self._model) or not llama_cpp.llama_memory_can_shift(self._memory):
             raise UnsupportedModelError(
                 f"the KV of {path.name} cannot be moved to another position (a recurrent, hybrid or encoder model), so its "
@@ -136,7 +133,7 @@ class Llama:
 
     def _open_context(self) -> Any:
         asked = llama_cpp.llama_context_default_params()
-        asked.n_ctx = self.window + _BESIDE
+        asked.n_ctx = self.window + HEAD_CELLS
         asked.n_batch = _BATCH
         asked.n_seq_max = _FIRST_ANSWER + 2 * self.options.n_seq_max
         asked.kv_unified = True
@@ -184,13 +181,14 @@ class Llama:
 
     # Sequences
 
-    def make_room(self, cells: int, shared: _Cells = _NONE) -> bool:
-        """Whether that many cells, and those of `shared`, fit beside the answers under way; drop earlier prompts for them.
+    def _make_room(self, cells: int, read: int, shared: _Cells = _NONE) -> bool:
+        """Whether that many cells, and those of `shared`, fit beside the answers under way and so many tokens that are read for
+        chunks; drop earlier prompts for them.
 
         What is alone always fits.
         """
         self._apply_cuts()
-        limit = self.cells - len(self._preamble) - len(self._kept) - HEAD_CELLS - cells
+        limit = self.cells - max(read, HEAD_CELLS) - cells
         if self._answers and _count(shared, *(self._held[each] for each in self._answers)) > limit:
             return False
         while _count(shared, *self._held.values()) > limit and self._drop_oldest():
@@ -219,10 +217,13 @@ class Llama:
         if source is not None:
             # Before room is made: these cells stay, whatever becomes of the earlier prompt.
             llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, 0, rows)
-        if not self.make_room(cells - rows, shared):
-            self.remove(sequence)
-            self._free.append(sequence)
-            return None
+        if not self._make_room(cells - rows, len(self._read), shared):
+            # What is read for chunks is read again.
+            self.keep_reading(0)
+            if not self._make_room(cells - rows, 0, shared):
+                self.remove(sequence)
+                self._free.append(sequence)
+                return None
         self._held[sequence] = np.append(shared, np.arange(cells - rows) + self._numbers)
         self._numbers += cells - rows
         self._answers.add(sequence)
@@ -261,39 +262,28 @@ class Llama:
         if self._context is not None:
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, first, -1)
 
-    def read(self, ids: Sequence[int], first: int) -> None:
-        """Compute tokens of the encoding sequence from position `first` on, whatever was there before."""
-        self.remove(_ENCODING, first)
-        self.decode(ids, first, _ENCODING)
+    def read(self, ids: tuple[int, ...], most: int) -> int:
+        """Have the encoding sequence hold these tokens, of which so many are computed at most; return how many it holds.
 
-    def begin_reading(self, preamble: Sequence[int], sequence: Sequence[int]) -> tuple[int, ...]:
-        """Have the encoding sequence begin with the preamble, which is computed once, and what is kept of `sequence`.
-
-        That is returned.
+        None are computed, and 0 is returned, while answers have the cells for them.
         """
-        if self._preamble != tuple(preamble):
-            self.remove(_PREAMBLE)
-            self.keep_reading(())
-            self._preamble = tuple(preamble)
-            self.decode(self._preamble, 0, _PREAMBLE)
-        self.remove(_ENCODING)
-        known = self._kept[: shared_length(self._kept, sequence)]
-        if preamble or known:
-            source = _KEPT if known else _PREAMBLE
-            llama_cpp.llama_memory_seq_cp(self._memory, source, _ENCODING, 0, len(preamble) + len(known))
-        return known
+        if not self._make_room(0, len(ids)):
+            return 0
+        self.keep_reading(self.known(ids))
+        begin = len(self._read)
+        part = ids[begin : begin + most]
+        self.decode(part, begin, _ENCODING)
+        self._read += part
+        return len(self._read)
 
-    def keep_reading(self, begun: tuple[int, ...]) -> None:
-        """Keep what the encoding sequence begins with behind the preamble, instead of what was kept."""
-        if begun != self._kept:
-            self.remove(_KEPT)
-            self._kept = begun
-            if begun:
-                llama_cpp.llama_memory_seq_cp(self._memory, _ENCODING, _KEPT, 0, len(self._preamble) + len(begun))
+    def known(self, ids: Sequence[int]) -> int:
+        """Return how many of these tokens the encoding sequence holds."""
+        return shared_length(self._read, ids)
 
-    def forget_reading(self) -> None:
-        """Free the cells of the encoding sequence."""
-        self.remove(_ENCODING)
+    def keep_reading(self, count: int) -> None:
+        """Keep the first tokens that the encoding sequence holds, and free the cells of the others."""
+        self._read = self._read[:count]
+        self.remove(_ENCODING, count)
 
     def take(self, first: int, count: int, sequence: int = _ENCODING) -> list[LayerKV]:
         """Return the KV of tokens of a sequence, by default the encoding one, ``(1, count, width)`` of each layer."""

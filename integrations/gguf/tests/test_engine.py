@@ -29,14 +29,23 @@ def filled(engine: GGUFEngine) -> GGUFEngine:
     return engine
 
 
-def test_a_batch_that_is_collected_late_leaves_the_next_reading_alone(filled: GGUFEngine) -> None:
-    encoder, llama = filled._supply.encoder, filled.llama
-    batches = encoder.encode([Target((5, 6, 7))])
-    next(batches)
-    llama.begin_reading(encoder.preamble, ())
-    batches.close()  # type: ignore[attr-defined]
-    assert llama.take(0, len(encoder.preamble))
-    llama.forget_reading()
+def test_a_reading_goes_on_after_others_had_its_cells(filled: GGUFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, llama, sizes = filled._supply.encoder, filled.llama, []
+    targets = [Target((5, 6, 7), tuple(range(30, 730))), Target((8, 9), tuple(range(30, 732)))]
+    alone = [each for batch in encoder.encode(targets) for each in batch]
+    llama.read((1, 2, 3), 3)
+    decode = llama.decode
+    monkeypatch.setattr(llama, "decode", lambda ids, *given: (sizes.append(len(ids)), decode(ids, *given))[1])
+    between = []
+    for batch in encoder.encode(targets):
+        between += batch
+        llama.read((1, 2, 3), 3)
+    assert sizes[0] == 512 < sizes[2]
+    for (number, kv), (other, expected) in zip(between, alone, strict=True):
+        assert number == other and kv.start == expected.start
+        for layer, like in zip(kv.layers, expected.layers, strict=True):
+            # Other batches round otherwise: with 8 bits by a few hundredths.
+            assert (layer.values.float() - like.values.float()).norm() < 0.1 * like.values.float().norm()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.6])
