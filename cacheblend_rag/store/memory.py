@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
@@ -27,6 +29,10 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 __all__ = ["Entry", "KVReader", "PromotingReader", "RamReader", "RamTier", "packed_kv", "part_of"]
 
 _log = getLogger(__name__)
+
+# Of the limit: when so much was dropped, it is given back to the system, for glibc keeps freed pieces of this size.
+_PARTS_RETURNED = 16
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class KVReader:
@@ -152,6 +158,7 @@ class RamTier:
         self._lock = threading.RLock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._used_bytes = 0
+        self._unreturned_bytes = 0
 
     def get(self, key: str) -> Entry | None:
         """Return what is held under `key` and mark it as recently used."""
@@ -180,7 +187,11 @@ class RamTier:
                 if oldest is None:
                     return False
                 self.evicted[self._entries[oldest].tenant] += 1
+                self._unreturned_bytes += self._entries[oldest].kv.nbytes
                 self.drop([oldest])
+            if _trim is not None and self._unreturned_bytes > self.limit_bytes / _PARTS_RETURNED:
+                _trim(0)
+                self._unreturned_bytes = 0
             self._entries[key] = Entry(packed, tenant, **role)
             self._used_bytes += nbytes
             return True
