@@ -37,6 +37,7 @@ __all__ = [
     "RunningForward",
     "Scheduler",
     "deadline_of",
+    "end_workers",
     "engine_class",
     "scheduler_of",
 ]
@@ -50,10 +51,10 @@ GLANCE_S = 0.2
 """Seconds after which a call that waits looks whether its answer is still wanted."""
 
 
-def _end_workers() -> None:
+def end_workers() -> None:
     """End the threads that this thread's kernels are shared out to; the next kernel begins new ones."""
     # GNU's runtime lets workers wait awake only as long as there are no more of them than processors: where a second thread
-    # has computed, every kernel waits for its workers to wake up, which makes small models 1.6 times slower.
+    # has computed, every kernel waits for its workers to wake up, which makes models up to 1.6 times slower.
     if _pause is not None and torch.get_num_threads() > 1:
         _pause(_OMP_PAUSE_SOFT)
 
@@ -132,7 +133,7 @@ class Scheduler:
     def leave(self) -> None:
         """Let the next in line have the model, once this thread has left it as often as it took it."""
         if self._depth == 1:
-            _end_workers()
+            end_workers()
         with self._changed:
             self._depth -= 1
             if not self._depth:

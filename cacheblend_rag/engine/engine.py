@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, id_list
 from cacheblend_rag.config import BlendConfig, EngineConfig, Tuning
-from cacheblend_rag.engine.backend import Attachment, Backend, deadline_of, engine_class
+from cacheblend_rag.engine.backend import Attachment, Backend, deadline_of, end_workers, engine_class
 from cacheblend_rag.engine.batch import options_of_each
 from cacheblend_rag.engine.huggingface import TransformersBackend
 from cacheblend_rag.engine.library import ChunkLibrary, open_engine_store
@@ -400,6 +400,8 @@ class BlendEngine(ChunkLibrary):
     ) -> Request:
         """Return the request for a prompt, checked, in tokens and under the settings in force, but not computed."""
         self._check_open()
+        # Those that have embedded the question: another thread may be the one that answers.
+        end_workers()
         began = time.perf_counter()
         started = began if started is None else started
         options, deadline = self.backend.check_options(max_new_tokens, options or {}), deadline_of(wait_s)

@@ -309,6 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"torch {torch.__version__} finds no CUDA device here, so that nothing was run; the {len(PIECES)} pieces need one"
         )
         return 0
+    # Whoever ends this ends the piece under way.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     folder = given.docs / "results"
     failed = run_pieces(PIECES, folder, torch.cuda.get_device_name(), given.minutes, partial(print, flush=True))
     (given.docs / "gpu.md").write_text(page(folder), encoding="utf-8")

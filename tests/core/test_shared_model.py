@@ -1,7 +1,10 @@
 """Several engines on one model: they take turns, and what one has put on the model leaves the calls of others alone."""
 
+import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import peft
@@ -72,3 +75,22 @@ def test_calls_in_the_midst_of_a_prompt_see_and_change_nothing() -> None:
     assert all(map(torch.equal, found, wanted))
     for each in outputs:
         assert each and all(output.equal(others_wanted) for output in each)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only GNU's OpenMP on Linux is slowed by them")
+def test_the_workers_that_embedded_a_question_end_when_it_is_asked() -> None:
+    with make(tiny_model("llama")) as engine, torch_threads(2):
+        torch.ones(512, 512) @ torch.ones(512, 512)
+        workers = len(os.listdir("/proc/self/task"))
+        engine.begin_request(PROMPT)
+        assert len(os.listdir("/proc/self/task")) < workers
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
