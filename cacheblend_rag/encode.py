@@ -22,6 +22,8 @@ __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "kept_of", "plan_batc
 _SHARED_PREAMBLE_TOKENS = 16
 # Of a batch's width, in each of its rows.
 _LEAST_FILLED = 0.75
+# Tokens of a forward on a CPU, which computes more of them no faster: whoever asks waits no longer.
+_AT_ONCE = 512
 # Of what the last text was read behind: neighbours begin with the same passages, whether they come together or one by one.
 _KEPT_TOKENS = 512
 
@@ -64,7 +66,7 @@ class ChunkEncoder(ABC):
     def __init__(self, form: Decoder | ModelCard, preamble: Sequence[int], batch_tokens: int) -> None:
         self._form = form
         self.preamble = tuple(preamble)
-        self.batch_tokens = batch_tokens
+        self.batch_tokens = self.at_once = batch_tokens
 
     @abstractmethod
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
@@ -111,7 +113,7 @@ class ChunkEncoder(ABC):
         far = [reach is not None and preamble_len + length >= reach for length in lengths]
         for is_far in (True, False):
             alike = [number for number, each in enumerate(far) if each == is_far]
-            for batch in plan_batches([lengths[number] for number in alike], preamble_len, self.batch_tokens):
+            for batch in plan_batches([lengths[number] for number in alike], preamble_len, self.at_once):
                 batches.append([single[alike[place]] for place in batch])
         return batches
 
@@ -139,6 +141,8 @@ class Encoder(ChunkEncoder):
 
     def __init__(self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int) -> None:
         super().__init__(decoder, preamble, batch_tokens)
+        if decoder.model.device.type == "cpu":
+            self.at_once = min(batch_tokens, _AT_ONCE)
         self._decoder = decoder
         self._read = text_decoder(decoder.model)
         self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS
@@ -174,7 +178,12 @@ class Encoder(ChunkEncoder):
             cache.cut(len(self.preamble) + known)
             # Padding stands after the text, where causal attention does not see it: any id will do, without a mask.
             rows = [[*ahead, *row[known:], *[row[-1]] * (width - len(row))] for row, _ in steps]
-            layers = self._forward(rows, cache)
+            # Where the length decides on the frequencies, all is read at once.
+            piece = max(self.at_once // len(rows), 1) if self._form.rope_reach is None else len(rows[0])
+            for begin in range(0, len(rows[0]), piece):
+                if begin:
+                    yield []
+                layers = self._forward([row[begin : begin + piece] for row in rows], cache)
             ahead, read = (), steps[0][0]
             found = []
             for number, (_, indices) in enumerate(steps):
