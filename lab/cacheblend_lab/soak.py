@@ -235,7 +235,7 @@ class _Soak:
 
     def _note(self, what: str, rooms: list[int], said: str, **facts: object) -> None:
         with self.rooms.lock:
-            if len(self.examples) < _EXAMPLES:
+            if what in ("wrong", "stale", "error") or len(self.examples) < _EXAMPLES:
                 self.examples.append({"what": what, "rooms": rooms, "said": said, **facts})
 
     def change_on(self) -> None:
