@@ -138,11 +138,15 @@ class ChunkCollection:
 
         What was `deleted` from this one goes even if others cannot say whether they have it.
         """
+        return self._library.delete(self.absent(ids, deleted=deleted))
+
+    def absent(self, ids: Iterable[str], *, deleted: bool = False) -> list[str]:
+        """Return the ids that `sync` forgets."""
         if self._library.is_shared and not deleted:
             # Other processes fill it too.
-            return 0
+            return []
         stores = [each for each in list(self._living) if each._library is self._library]
-        forgotten = 0
+        found: list[str] = []
         try:
             ids = [id for id in dict.fromkeys(ids) if not is_part(id)]
             for start in range(0, len(ids), _BATCH):
@@ -150,11 +154,11 @@ class ChunkCollection:
                 for each in stores:
                     held = () if deleted and each is self else each._present(left)
                     if held is None and not deleted:
-                        return forgotten
+                        return found
                     left = [id for id in left if id not in set(held or ())]
-                forgotten += self._library.delete(left)
+                found += left
         except Exception as error:  # whatever a vector store raises, and an engine that was closed meanwhile
             if deleted:
                 raise
             logger.debug("the vector store does not say which ids it still has: %s", error)
-        return forgotten
+        return found

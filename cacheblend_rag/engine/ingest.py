@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -213,6 +213,7 @@ class Ingest:
         on_refused: OnRefused | None,
         background: bool,
         whole: bool,
+        gone: Sequence[str],
     ) -> AddResult | AddJob:
         """Name chunks, then encode and store what they lack, here or in the background; see `BlendEngine.add`."""
         # What was met as a miss is written first, so that it is not computed again.
@@ -231,8 +232,13 @@ class Ingest:
                 self._store.forget(self._namespace, others)
             raise
         self._store.forget(self._namespace, [id for id in by_id if id not in given])
+        gone = [id for id in gone if id not in by_id]
+        if self._config.companions == "similar":
+            # Chunks of any document are companions: these must not be.
+            self._store.forget(self._namespace, gone)
         positions = {given[id].key: self._assembler.places(by_id[id]) for id in given if by_id[id].positions}
-        work = self._work(named, positions, progress, warns=True)
+        work = self._work(named, positions, progress, warns=True, gone=gone)
+        self._store.forget(self._namespace, gone)
         count = len(changed | work.waits.keys())
         result = AddResult(0, count, len(named) - count, 0)
         if background:
@@ -297,10 +303,14 @@ class Ingest:
         progress: Callable[[int, int], None] | None = None,
         *,
         warns: bool = False,
+        gone: Collection[str] = (),
     ) -> _Work:
         """Choose what named chunks are read behind, where it is still to be, note it, and return what KV they lack."""
         documents = {each.document for each in named if each.document is not None and each.later is None}
-        members = {name: self._store.names.members(self._namespace, name) for name in documents}
+        members = {
+            name: [each for each in self._store.names.members(self._namespace, name) if each.id not in gone]
+            for name in documents
+        }
         if warns:
             _warn_of_twins([each for each in named if each.later is None], members)
         records = self._with_later(named, members, positions)

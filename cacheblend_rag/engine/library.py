@@ -102,6 +102,7 @@ class ChunkLibrary(ABC):
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
         background: bool = False,
         whole: bool = False,
+        gone: Sequence[str] = (),
     ) -> AddResult | AddJob:
         """Encode chunks and store their KV.
 
@@ -133,6 +134,8 @@ class ChunkLibrary(ABC):
         whole : bool
             Whether the chunks are all that their documents have: what else stands there is deleted in the same step in which
             they are named, so that everybody finds the document as it was or as it is now.
+        gone : sequence of str
+            Other ids, which are deleted; where their chunks come again under these ids, KV that is stored stays.
 
         Returns
         -------
@@ -155,7 +158,7 @@ class ChunkLibrary(ABC):
         """
         self._check_open()
         self._check_model()
-        return self._ingest.add(chunk_list(chunks), progress, on_refused, background, whole)
+        return self._ingest.add(chunk_list(chunks), progress, on_refused, background, whole, gone)
 
     def flush(self) -> None:
         """Wait until what was added in the background, and the KV of all misses so far, is stored.

@@ -233,6 +233,7 @@ class AddOptions(TypedDict, total=False):
     progress: Callable[[int, int], None] | None
     on_refused: Callable[[Chunk, PromptError], None] | None
     whole: bool
+    gone: Sequence[str]
 
 
 class Library(Protocol):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,23 @@ def engine() -> Iterator[BlendEngine]:
 
 def held(engine: BlendEngine) -> dict[str, bool]:
     return dict(zip(engine.ids(), engine.store.holds(engine.ids()), strict=True))
+
+
+@pytest.mark.parametrize(("companions", "encoded"), [("own", 0), ("neutral", 0), ("similar", 4)])
+def test_what_comes_again_under_other_ids_keeps_its_kv(companions: str, encoded: int) -> None:
+    old, new = (
+        [Chunk(words(20, at), f"{name}{at}", document="d", start=at) for at in range(4)] for name in ("old", "new")
+    )
+    with make(companions=companions) as engine:
+        engine.add(old)
+        assert engine.add(new, gone=[str(each.id) for each in old]).encoded == encoded
+        assert held(engine) == {f"new{at}": True for at in range(4)}
+        # Another text's KV goes, and what was read behind it.
+        engine.add([replace(old[3], text=words(20, 9))], gone=["new3"])
+        assert held(engine).keys() == {"new0", "new1", "new2", "old3"}
+        engine.add(new[:3])
+        kv = {key for record in engine.records(engine.ids()) if record is not None for key in record.keys}
+        assert all(held(engine).values()) and engine.store.stats().entries == len(kv)
 
 
 def test_a_job_tells_how_far_it_is_and_what_it_did(engine: BlendEngine) -> None:

@@ -193,15 +193,16 @@ class BlendVectorStore(SearchesInner):
         # Some stores number what they have.
         ids = list(map(str, ids))
         chunks = self._chunks(ids, texts, metadatas)
-        # What was deleted behind our back is no context of these texts.
+        # What was deleted behind our back, or left by a killed process, is no context of these texts.
         sources = {self._places.of_source(each or {}) for each in metadatas or ()} - {None}
         spared = set(ids)
-        self._collection.sync(id for each in sources for id in self.engine.ids(within=each) if id not in spared)
+        known = (id for each in sources for id in self.engine.ids(within=each) if id not in spared)
+        gone = self._collection.absent(known)
         if blank := set(ids).difference(chunk.id for chunk in chunks):
             self.engine.delete(blank)
         shown = self._show_progress and progress is None and not self.background
         with encoding_bar(len(ids), "text") if shown else nullcontext(progress) as tell:
-            return self.engine.add(chunks, progress=tell, on_refused=_warn_of, background=self.background)
+            return self.engine.add(chunks, progress=tell, on_refused=_warn_of, background=self.background, gone=gone)
 
     def _chunks(
         self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]] | None

@@ -184,9 +184,16 @@ class NodeEncoder:
         self.boundary = boundary
 
     def encode(
-        self, nodes: Sequence[BaseNode], *, show_progress: bool = False, background: bool = False
+        self,
+        nodes: Sequence[BaseNode],
+        *,
+        show_progress: bool = False,
+        background: bool = False,
+        gone: Sequence[str] = (),
     ) -> AddResult | AddJob:
-        """Encode those nodes that are not stored exactly so; in the background when no prompt waits for the model."""
+        """Encode those nodes that are not stored exactly so, in place of what is `gone` (`BlendEngine.add`); in the background
+        when no prompt waits for the model.
+        """
         chunks = self._chunks(nodes)
         if lost := {node.node_id for node in nodes} - {chunk.id for chunk in chunks}:
             # An update may have left them so.
@@ -196,7 +203,7 @@ class NodeEncoder:
             logger.warning(_WITHOUT, chunk.id, error)
 
         with encoding_bar(len(nodes), "node") if show_progress and not background else nullcontext() as progress:
-            return self.engine.add(chunks, progress=progress, on_refused=refuse, background=background)
+            return self.engine.add(chunks, progress=progress, on_refused=refuse, background=background, gone=gone)
 
     def estimate(self, nodes: Sequence[BaseNode]) -> WarmEstimate:
         """Say what encoding nodes would cost; see `BlendEngine.estimate`."""

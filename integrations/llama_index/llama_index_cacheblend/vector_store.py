@@ -322,16 +322,18 @@ class BlendVectorStore(BasePydanticVectorStore):
         above = set(ids_above(self.engine))
         return self._collection.sync(id for id in self.engine.ids() if id not in above)
 
-    def sync_documents(self, nodes: Sequence[BaseNode]) -> None:
-        """Forget what a killed process, or who deleted behind our back, has left of the documents of these nodes."""
+    def left_of(self, nodes: Sequence[BaseNode]) -> list[str]:
+        """Return what a killed process, or who deleted behind our back, has left of the documents of these nodes."""
         documents = {node.ref_doc_id for node in nodes if node.ref_doc_id}
         spared = {node.node_id for node in nodes}
-        self._collection.sync(id for name in documents for id in known_ids(self.engine, name) if id not in spared)
+        return self._collection.absent(
+            id for name in documents for id in known_ids(self.engine, name) if id not in spared
+        )
 
     def _encode(self, nodes: Sequence[BaseNode]) -> None:
-        self.sync_documents(nodes)
+        gone = self.left_of(nodes)
         try:
-            self._encoder.encode(nodes, show_progress=self._show_progress, background=self._background)
+            self._encoder.encode(nodes, show_progress=self._show_progress, background=self._background, gone=gone)
         # A full disk, a server that is away, or a device without memory for a batch; torch has no class of its own for what
         # devices raise.
         except (BackendError, StoreError, MemoryError, RuntimeError) as error:

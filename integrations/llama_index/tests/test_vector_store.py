@@ -93,6 +93,18 @@ def test_what_cannot_be_encoded_is_added_without_kv(
     assert known(engine, misses=["n2", "n3", "n4"]) == {"n2", "n3", "n4", "new"}
 
 
+def test_what_a_killed_call_has_encoded_is_not_encoded_again(
+    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, nodes = BlendVectorStore(chroma, engine=engine), some_nodes(embedding)
+    # It died before the nodes were in the inner store; the next one cuts the same documents into nodes of other ids.
+    store._encoder.encode(nodes)
+    again = [node.model_copy(update={"id_": f"again-{node.node_id}"}) for node in nodes]
+    monkeypatch.setattr(engine._supply, "encode", lambda *given, **options: pytest.fail("it was encoded again"))
+    store.add(again)
+    assert held(store) == known(engine) == {node.node_id for node in again}
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_what_the_inner_store_refuses_is_forgotten(
     chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, background: bool

@@ -141,11 +141,14 @@ class ServedEngine:
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
         background: bool = False,
         whole: bool = False,
+        gone: Sequence[str] = (),
     ) -> AddResult | AddJob:
         if whole:
             raise ConfigError(
                 "whole needs an engine in this process; a server replaces a document by PUT /v1/documents/NAME"
             )
+        if gone:
+            self.delete(gone)
         body = {"leave_out": on_refused is not None, "background": background, "stream": True}
         chunks = chunk_list(chunks)
         result = self._send(chunks, body, progress, on_refused)
