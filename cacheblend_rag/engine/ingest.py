@@ -29,8 +29,8 @@ __all__ = ["AddJob", "Ingest", "Jobs"]
 
 logger = logging.getLogger(__name__)
 
-# Batches that are planned together.
-_TOGETHER = 8
+# Batches that are planned together: of more, chunks are whole later; of fewer, more is read twice.
+_TOGETHER = 4
 # For an estimate texts, more and more of them, are tried for this long.
 _TRIAL_S = 1.0
 
