@@ -141,8 +141,10 @@ class Encoder(ChunkEncoder):
 
     def __init__(self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int) -> None:
         super().__init__(decoder, preamble, batch_tokens)
+        # Of one forward; more are read in several.
+        self._most_tokens: int | None = None
         if decoder.model.device.type == "cpu":
-            self.at_once = min(batch_tokens, _AT_ONCE)
+            self.at_once, self._most_tokens = min(batch_tokens, _AT_ONCE), _AT_ONCE
         self._decoder = decoder
         self._read = text_decoder(decoder.model)
         self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS
@@ -179,7 +181,9 @@ class Encoder(ChunkEncoder):
             # Padding stands after the text, where causal attention does not see it: any id will do, without a mask.
             rows = [[*ahead, *row[known:], *[row[-1]] * (width - len(row))] for row, _ in steps]
             # Where the length decides on the frequencies, all is read at once.
-            piece = max(self.at_once // len(rows), 1) if self._form.rope_reach is None else len(rows[0])
+            piece = len(rows[0])
+            if self._most_tokens is not None and self._form.rope_reach is None:
+                piece = max(self._most_tokens // len(rows), 1)
             for begin in range(0, len(rows[0]), piece):
                 if begin:
                     yield []
