@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ class ChunkEncoder(ABC):
     def __init__(self, form: Decoder | ModelCard, preamble: Sequence[int], batch_tokens: int) -> None:
         self._form = form
         self.preamble = tuple(preamble)
-        self.batch_tokens = self.at_once = batch_tokens
+        self.batch_tokens = batch_tokens
+        # Of one forward; more are read in several.
+        self.most_tokens = sys.maxsize
 
     @abstractmethod
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
@@ -111,9 +114,10 @@ class ChunkEncoder(ABC):
         lengths = [len(sequence) for [(sequence, _)] in single]
         # The longest row of a batch decides on the frequencies of all of it.
         far = [reach is not None and preamble_len + length >= reach for length in lengths]
+        most = min(self.batch_tokens, self.most_tokens)
         for is_far in (True, False):
             alike = [number for number, each in enumerate(far) if each == is_far]
-            for batch in plan_batches([lengths[number] for number in alike], preamble_len, self.at_once):
+            for batch in plan_batches([lengths[number] for number in alike], preamble_len, most):
                 batches.append([single[alike[place]] for place in batch])
         return batches
 
@@ -141,10 +145,8 @@ class Encoder(ChunkEncoder):
 
     def __init__(self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int) -> None:
         super().__init__(decoder, preamble, batch_tokens)
-        # Of one forward; more are read in several.
-        self._most_tokens: int | None = None
         if decoder.model.device.type == "cpu":
-            self.at_once, self._most_tokens = min(batch_tokens, _AT_ONCE), _AT_ONCE
+            self.most_tokens = _AT_ONCE
         self._decoder = decoder
         self._read = text_decoder(decoder.model)
         self._shares_preamble = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS
@@ -181,9 +183,7 @@ class Encoder(ChunkEncoder):
             # Padding stands after the text, where causal attention does not see it: any id will do, without a mask.
             rows = [[*ahead, *row[known:], *[row[-1]] * (width - len(row))] for row, _ in steps]
             # Where the length decides on the frequencies, all is read at once.
-            piece = len(rows[0])
-            if self._most_tokens is not None and self._form.rope_reach is None:
-                piece = max(self._most_tokens // len(rows), 1)
+            piece = max(self.most_tokens // len(rows), 1) if self._form.rope_reach is None else len(rows[0])
             for begin in range(0, len(rows[0]), piece):
                 if begin:
                     yield []

@@ -32,7 +32,7 @@ from cacheblend_rag.store import KVReader
 if TYPE_CHECKING:
     from cacheblend_gguf.llama import Llama
 
-__all__ = ["Answering", "Decoding", "processors"]
+__all__ = ["ROWS", "Answering", "Decoding", "processors"]
 
 Scores = np.ndarray[tuple[int], np.dtype[np.float32]]
 
@@ -50,7 +50,7 @@ _OTHERS = (*_PROCESSORS, "logits_processor", "stopping_criteria", "stop_strings"
 # How far a score must be ahead: llama.cpp computes with 8 bits, and in another order where a step has more rows.
 _CLEAR = 0.5
 # Rows that a step computes at most, as many as llama.cpp takes at once, and where prompts are read while others decode.
-_ROWS, _ROWS_BESIDE = 512, 128
+ROWS, _ROWS_BESIDE = 512, 128
 # Seconds that a call waits at least: the thread takes its time to begin, even where nobody else asks.
 _LEAST_S = 0.05
 
@@ -278,7 +278,7 @@ class Decoding:
             row = len(each.request.prompt.layout) + len(each.output) - 1
             ids = (each.output[-1], *guesses)
             parts.append((each, [(id, row + number, each.sequence, True) for number, id in enumerate(ids)]))
-        room = _ROWS_BESIDE - len(decoding) if decoding else _ROWS
+        room = _ROWS_BESIDE - len(decoding) if decoding else ROWS
         for each in [each for each in self._active if each.left]:
             if room and self._attempt(each, self._put_stored):
                 parts.append((each, self._read(each, room)))

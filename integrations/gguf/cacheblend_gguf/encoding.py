@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from cacheblend_gguf.decoding import ROWS
 from cacheblend_gguf.llama import Llama
 from cacheblend_rag.chunk import context_digest
 from cacheblend_rag.encode import ChunkEncoder, Target, kept_of
@@ -19,8 +20,6 @@ __all__ = ["LlamaEncoder"]
 
 # How long to leave the model to answers that have the cells which are wanted.
 _PAUSE_S = 0.005
-# Tokens that are read in one go, as many as llama.cpp computes at once: whoever asks waits no longer.
-_AT_ONCE = 512
 
 
 class LlamaEncoder(ChunkEncoder):
@@ -42,7 +41,8 @@ class LlamaEncoder(ChunkEncoder):
         for batch in self.batches(targets):
             for reading in batch:
                 for sequence, indices in reading:
-                    ids, most = self.preamble + sequence, _AT_ONCE
+                    # Whoever asks waits for no more than that.
+                    ids, most = self.preamble + sequence, ROWS
                     while (there := self._llama.read(ids, most)) < len(ids):
                         yield []
                         if not there:

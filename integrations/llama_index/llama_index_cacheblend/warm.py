@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode
@@ -66,8 +66,7 @@ def warm_index(
     encoder = _encoder_of(index, text_of, engine)
     store = _store_of(index)
     found = _nodes_of(index) if nodes is None else list(nodes)
-    is_blended = isinstance(store, BlendVectorStore) and store.engine is encoder.engine
-    gone = cast(BlendVectorStore, store).left_of(found) if is_blended else []
+    gone = store.left_of(found) if isinstance(store, BlendVectorStore) and store.engine is encoder.engine else []
     return encoder.encode(found, show_progress=show_progress, background=background, gone=gone)
 
 
